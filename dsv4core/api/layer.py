@@ -1,0 +1,161 @@
+"""One layer: what it is, what a backend plans for it, its weights, its caches, and its attention output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsv4core.api.model import LayerKind, ModelShape
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4core.kvcache import KVCache
+
+OWN_OPS = frozenset({"insert_kv", "compress", "index_logits", "index_topk"})
+"""Operations that a backend may take over: each is the optional hook `dsv4_<name>`."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer on one rank.
+
+    Attributes:
+        index: Layer number in the model.
+        kind: What its queries see.
+        model: The whole model's sizes.
+        num_heads: Query heads of this rank.
+        head_start: First of them in the model's numbering; sinks are sliced accordingly.
+        num_groups: Output-projection groups of this rank.
+    """
+
+    index: int
+    kind: LayerKind
+    model: ModelShape
+    num_heads: int
+    head_start: int = 0
+    num_groups: int = 1
+
+    @property
+    def name(self) -> str:
+        """`layers.<index>`, as in checkpoints and messages."""
+        return f"layers.{self.index}"
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What `dsv4_forward_mqa` hands to `dsv4_o_proj`.
+
+    Attributes:
+        format: `dense`: a tensor in the activation dtype that anybody may read; `private`: an object that
+            only this backend's `dsv4_o_proj` reads.
+        padded: Whether the head axis has the plan's padded heads.
+        inverse_rotated: Whether the rotary dimensions were rotated back already.
+    """
+
+    format: Literal["dense", "private"] = "dense"
+    padded: bool = False
+    inverse_rotated: bool = False
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A backend's decisions for one layer.
+
+    Attributes:
+        padded_q_heads: Size of the head axis of q, at least `LayerSpec.num_heads`. Padded heads of q are
+            exact zeros and their sink is minus infinity.
+        q_dtype: Dtype name of the q that `dsv4_forward_mqa` receives.
+        output: The attention output's form.
+        workspace_bytes: Most bytes of temporary memory a step takes from torch's allocator.
+        variant: Kernel variant, for people.
+        own_ops: Names from `OWN_OPS` that this backend does itself.
+        consumes: Names of weights that the core may free after `dsv4_init_layer_buffers`.
+    """
+
+    padded_q_heads: int
+    q_dtype: str
+    output: OutputSpec = OutputSpec()
+    workspace_bytes: int = 0
+    variant: str = ""
+    own_ops: frozenset[str] = field(default_factory=frozenset)
+    consumes: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.own_ops - OWN_OPS)
+        if unknown:
+            known = ", ".join(sorted(OWN_OPS))
+            raise ValueError(f"own_ops {unknown} are not known; a backend may own {known}.")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix or vector of one rank.
+
+    Attributes:
+        data: `[out, in]` or `[n]`: FP8 with a scale, or bf16/fp32 without one.
+        scale: `[ceil(out / block[0]), ceil(in / block[1])]`, E8M0 or fp32, or None.
+        block: Rows and columns that share a scale.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scale."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one layer, this rank's shard, and its RoPE table.
+
+    Attributes:
+        tensors: By official checkpoint name without prefix and suffix: `attn_sink`, `wq_a`, `q_norm`,
+            `wq_b`, `wkv`, `kv_norm`, `wo_a`, `wo_b`, `compressor.{ape,wkv,wgate,norm}`,
+            `indexer.{wq_b,weights_proj}`, `indexer.compressor.{ape,wkv,wgate,norm}`.
+        rope: `[max_positions, rope_dim]` fp32: the first half of the columns cosines, the second half sines.
+            Shared by all layers of one RoPE class.
+    """
+
+    tensors: Mapping[str, Weight]
+    rope: torch.Tensor
+
+    def __getitem__(self, name: str) -> Weight:
+        return self.tensors[name]
+
+
+@dataclass(frozen=True)
+class LayerCaches:
+    """The caches of one layer. They are passed with each call and never owned by a backend.
+
+    Attributes:
+        window: Raw tokens.
+        compressed: Compressed entries, those of the kind's source layer where it has one; None without any.
+        index: The indexer's keys; None without an indexer.
+        state: Compressor state of recent raw tokens.
+        index_state: The same of the indexer's compressor.
+    """
+
+    window: KVCache
+    compressed: KVCache | None = None
+    index: KVCache | None = None
+    state: KVCache | None = None
+    index_state: KVCache | None = None
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """Result of `dsv4_forward_mqa`.
+
+    Attributes:
+        data: `[tokens, heads, head_dim]` as `LayerPlan.output` declares, or the backend's private object.
+        lse: `[tokens, num_heads]` fp32 where asked for, else None: natural log of the sum of the attended
+            exponentials, the sink excluded, minus infinity where nothing is attended.
+    """
+
+    data: Any
+    lse: torch.Tensor | None = None

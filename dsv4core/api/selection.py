@@ -1,0 +1,177 @@
+"""What is asked of a backend, and what it answers before anything is built. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from dsv4core.api.kvcache import PageSizes
+from dsv4core.api.model import ModelShape
+from dsv4core.api.options import BackendOptions
+
+Platform = Literal["cpu", "cuda", "rocm"]
+Seam = Literal["layer", "kernel"]
+Probe = Literal["static", "host"]
+
+REASON_CODES: Mapping[str, str] = MappingProxyType(
+    {
+        "platform": "the backend has no kernels for this platform",
+        "arch": "the backend has no kernels for this architecture",
+        "package-missing": "a package that the backend needs is not installed",
+        "package-wrong": "another package is installed under the name of the needed one",
+        "package-version": "the installed version of a needed package does not fit",
+        "artifact-missing": "a compiled artifact that the backend needs is not there",
+        "kv-dtype": "the asked kv_cache_dtype or index_dtype is not one of the backend's",
+        "layout": "the host's cache layout cannot be read or written by the backend",
+        "q-heads": "the number of query heads does not fit the kernels",
+        "head-dim": "the head dimensions do not fit the kernels",
+        "block-size": "a page size does not fit the kernels",
+        "capability": "the request needs a capability that the backend does not declare",
+        "model": "the model's shape or layer kinds are not served by the backend",
+        "parallel": "the asked parallelism is not served by the backend",
+        "probe-error": "the backend's own checks raised",
+        "broken": "the backend's package could not be loaded",
+        "api": "the backend was written for another version of the contract",
+        "conflict": "two distributions declare the same backend name",
+        "disabled": "the backend was disabled by the user",
+        "not-in-order": "the backend is not in the order that `auto` walks",
+    }
+)
+
+CAPABILITIES: Mapping[str, str] = MappingProxyType(
+    {
+        "kernel-seam": "serves a host that owns insert, compressor, indexer and caches",
+        "lse": "returns the log-sum-exp of the attended scores",
+        "defer-sink": "can leave the sink out, for a host that merges partial attention",
+        "multi-token-decode": "a decode request may have several query tokens",
+        "graph": "plan_step and everything hot can be captured in a CUDA or HIP graph",
+        "strided-pages": "page strides may be larger than a page",
+        "tensor-parallel": "runs with a rank's share of the heads",
+        "needs-host-lengths": "needs the lengths of a step on the host (`Step.host_lengths`)",
+        "private-output": "may hand its own o_proj an output of a format of its own",
+        "deterministic": "a row's output does not depend on the other rows of its batch",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend cannot run a request.
+
+    Attributes:
+        code: One of `REASON_CODES`.
+        text: A sentence with the values at hand.
+        fix: What the user can do, or None where nothing can be done.
+    """
+
+    code: str
+    text: str
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.code not in REASON_CODES:
+            known = ", ".join(REASON_CODES)
+            raise ValueError(f"reason code {self.code!r} is not known; the codes are: {known}.")
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.text}" + (f" {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that a backend needs at run time: import name, distribution, and how to install it."""
+
+    module: str
+    distribution: str
+    install: str
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """A backend's description of itself.
+
+    Attributes:
+        api: Contract version it was written for, one of `SUPPORTED_API`.
+        options: Its options class, a subclass of `BackendOptions`.
+        platforms: Platforms it has kernels for.
+        summary: One line for tables.
+        requirements: Packages it needs at run time.
+        capabilities: Names from `CAPABILITIES`.
+    """
+
+    api: int
+    options: type[BackendOptions]
+    platforms: tuple[Platform, ...]
+    summary: str
+    requirements: tuple[Requirement, ...] = ()
+    capabilities: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.capabilities - set(CAPABILITIES))
+        if unknown:
+            known = ", ".join(sorted(CAPABILITIES))
+            raise ValueError(f"capabilities {unknown} are not known; the list is closed: {known}.")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step that buffers are made for.
+
+    Attributes:
+        max_tokens: Query tokens in one step.
+        max_requests: Requests in one step.
+        max_model_len: Tokens of one request, its prompt included.
+        max_query_len: Query tokens of one request in one step.
+    """
+
+    max_tokens: int
+    max_requests: int
+    max_model_len: int
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that selection may depend on. Frozen, hashable, dtypes as strings, no tensors.
+
+    Attributes:
+        platform: `cpu`, `cuda` or `rocm`.
+        arch: `sm_90`, `gfx942`, …; empty on a CPU.
+        model: The whole model's sizes.
+        num_heads: Query heads of this rank.
+        limits: The largest step.
+        kv_cache_dtype: As the user wrote it, `auto` included.
+        index_dtype: As the user wrote it, `auto` included.
+        dtype: Activation dtype, `bfloat16` in service.
+        page_sizes: Rows a page.
+        strided_pages: Whether the host's pages are strided.
+        decode_query_len: Most query tokens of a decode request (1 + drafts).
+        tensor_parallel: Ranks that share the heads.
+        context_parallel: Ranks that share the context (DCP).
+        graph: Whether decode steps will be captured.
+        private_output: Whether the host lets a backend keep its attention output to itself.
+        host_lengths: Whether the host can give a step's lengths on the host.
+        seam: The depth at which the host uses the backend.
+        probe: `static` may read distribution metadata only; `host` may import the kernel library.
+    """
+
+    platform: Platform
+    arch: str
+    model: ModelShape
+    num_heads: int
+    limits: Limits
+    kv_cache_dtype: str = "auto"
+    index_dtype: str = "auto"
+    dtype: str = "bfloat16"
+    page_sizes: PageSizes = PageSizes()
+    strided_pages: bool = False
+    decode_query_len: int = 1
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    graph: bool = False
+    private_output: bool = True
+    host_lengths: bool = True
+    seam: Seam = "layer"
+    probe: Probe = "host"
