@@ -1,0 +1,56 @@
+"""Block-scaled FP8: one power-of-two scale for each block of a weight, as in DeepSeek's checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+FP8_MAX = 448.0
+_E8M0_BIAS = 127
+
+
+def quantize_block(
+    weight: torch.Tensor, block: tuple[int, int] = (128, 128)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix to FP8 with one scale a block: the smallest power of two that fits the block.
+
+    `scale = 2 ** ceil(log2(amax / 448))`; a block of zeros has scale 1. Edge blocks may be smaller.
+
+    Args:
+        weight: `[rows, columns]`, finite, any floating dtype.
+        block: Rows and columns of a block.
+
+    Returns:
+        `[rows, columns]` float8_e4m3fn, and
+        `[ceil(rows / block[0]), ceil(columns / block[1])]` float8_e8m0fnu.
+    """
+    rows, columns = weight.shape
+    padded = pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    amax = padded.abs().unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).amax(dim=(1, 3))
+    # frexp gives 0.5 <= mantissa < 1, so the exponent is the exact ceil(log2) except at powers of two.
+    mantissa, exponent = torch.frexp(amax / FP8_MAX)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-_E8M0_BIAS, _E8M0_BIAS)
+    scale = (exponent + _E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
+    data = weight.float() / _spread(scale, rows, columns, block)
+    return data.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The values that a block-scaled FP8 matrix stands for.
+
+    Args:
+        data: `[rows, columns]` FP8.
+        scale: `[ceil(rows / block[0]), ceil(columns / block[1])]`, float8_e8m0fnu or float32.
+        block: Rows and columns that share a scale.
+
+    Returns:
+        `[rows, columns]` fp32.
+    """
+    rows, columns = data.shape
+    return data.float() * _spread(scale, rows, columns, block)
+
+
+def _spread(scale: torch.Tensor, rows: int, columns: int, block: tuple[int, int]) -> torch.Tensor:
+    """The scale of every value, `[rows, columns]` fp32."""
+    spread = scale.float().repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+    return spread[:rows, :columns]
