@@ -1,0 +1,39 @@
+"""The operations of DeepSeek-V4 attention, one folder each.
+
+`reference.py` is the operation's definition in plain torch: every kernel is held against it. Each folder's
+`__init__` is the public call.
+"""
+
+from dsv4core.ops.compress import compress
+from dsv4core.ops.indexer import index_logits, index_query, index_topk, select_entries
+from dsv4core.ops.inverse_rope_quant import inverse_rope_quant
+from dsv4core.ops.linear import linear, prepare_linear
+from dsv4core.ops.norm import rms_norm
+from dsv4core.ops.o_proj import o_proj
+from dsv4core.ops.qk_norm_rope_insert import qk_norm_rope_insert
+from dsv4core.ops.sparse_indices import (
+    entry_slots,
+    mixed_sparse_indices,
+    visible_entries,
+    window_slots,
+)
+from dsv4core.ops.sparse_mla import sparse_mla
+
+__all__ = [
+    "compress",
+    "entry_slots",
+    "index_logits",
+    "index_query",
+    "index_topk",
+    "inverse_rope_quant",
+    "linear",
+    "mixed_sparse_indices",
+    "o_proj",
+    "prepare_linear",
+    "qk_norm_rope_insert",
+    "rms_norm",
+    "select_entries",
+    "sparse_mla",
+    "visible_entries",
+    "window_slots",
+]

@@ -1,0 +1,137 @@
+"""Scores of all visible entries, and an exact top-k of them (DeepSeek-V4 technical report, CSA)."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4core.api.step import CacheTable
+from dsv4core.kvcache import KVCache
+from dsv4core.kvcache.codecs import FP8_MAX, power_of_two_exponent, to_fp8
+from dsv4core.model.rope import rotate
+from dsv4core.step.slots import slot_mapping
+
+TILE_SCORES = 1 << 23  # elements of a tile's [tokens, heads, entries] scores: 32 MB
+
+
+def index_query(
+    q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor, index_dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the indexer's queries, bring them into the index cache's precision, fold scales into weights.
+
+    Args:
+        q: `[tokens, index_n_heads, index_head_dim]`.
+        weights: `[tokens, index_n_heads]`, from `weights_proj`.
+        positions: `[tokens]` int64.
+        rope: `[max_positions, rope_dim]` fp32, of the layer's kind.
+        index_dtype: `fp8` (one power-of-two scale a head), `bf16` or `fp32`.
+
+    Returns:
+        q of that precision and shape, and fp32 weights that include q's scale, `index_head_dim ** -0.5` and
+        `index_n_heads ** -0.5`.
+    """
+    heads, width = q.shape[1:]
+    rotated = rotate(q.float(), positions, rope)
+    folded = weights.float()
+    if index_dtype == "fp8":
+        rounded = rotated.bfloat16().float()
+        exponent = power_of_two_exponent(rounded.abs().amax(-1), FP8_MAX["e4m3fn"])
+        rotated = to_fp8(
+            torch.ldexp(rounded, -exponent.unsqueeze(-1)), torch.float8_e4m3fn, FP8_MAX["e4m3fn"]
+        )
+        folded = torch.ldexp(folded, exponent)
+    elif index_dtype == "bf16":
+        rotated = rotated.bfloat16()
+    return rotated, folded * width**-0.5 * heads**-0.5
+
+
+def index_logits(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: KVCache,
+    table: CacheTable,
+    token_to_request: torch.Tensor,
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """`sum over heads of weight * relu(q · key)` for every entry that a query may see.
+
+    Args:
+        q: `[tokens, heads, width]`, from `index_query`.
+        weights: `[tokens, heads]` fp32.
+        keys: The index cache.
+        table: Where its rows lie; only the block table is used.
+        token_to_request: `[tokens]` row of the block table.
+        visible: `[tokens]` entries that each query may see, from the front.
+
+    Returns:
+        `[tokens, max(visible)]` fp32 by request-local entry number; minus infinity beyond a query's entries.
+    """
+    most = int(visible.max()) if visible.numel() else 0
+    logits = torch.full((q.shape[0], most), float("-inf"), device=q.device)
+    start = 0
+    for request, tokens in _runs(token_to_request):
+        rows = slice(start, start + tokens)
+        start += tokens
+        count = int(visible[rows].max())
+        if count == 0:
+            continue
+        entry = torch.arange(count, device=q.device)
+        slots = slot_mapping(table.block_table, torch.full_like(entry, request), entry, table.page_size)
+        score = (q[rows].float() @ keys.read(slots).T).relu_()
+        hidden = entry >= visible[rows, None]
+        logits[rows, :count] = (weights[rows, None] @ score).squeeze(1).masked_fill_(hidden, float("-inf"))
+    return logits
+
+
+def _runs(requests: torch.Tensor) -> list[tuple[int, int]]:
+    """Each request with its number of tokens; the tokens of a request lie side by side."""
+    values, counts = requests.unique_consecutive(return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def index_topk(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The `k` best entries of each row, exactly; ties go to the lowest entry.
+
+    NaN and minus infinity are never chosen.
+
+    Args:
+        logits: `[tokens, entries]` fp32.
+        k: Entries to choose.
+
+    Returns:
+        `[tokens, k]` int32 in ascending order of entry, -1 behind the last one.
+    """
+    tokens, entries = logits.shape
+    selected = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
+    if entries == 0 or tokens == 0:
+        return selected
+    logits = logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    threshold = logits.topk(min(k, entries), dim=-1).values[:, -1:]
+    above, equal = logits > threshold, logits == threshold
+    room = min(k, entries) - above.sum(-1, keepdim=True)
+    chosen = (above | (equal & (equal.cumsum(-1) <= room))) & (logits > float("-inf"))
+    row, entry = chosen.nonzero(as_tuple=True)
+    selected[row, chosen.cumsum(-1)[row, entry] - 1] = entry.int()
+    return selected
+
+
+def select_entries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: KVCache,
+    table: CacheTable,
+    token_to_request: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+) -> torch.Tensor:
+    """`index_topk` of `index_logits`, a tile of queries at a time, so that memory is linear in the context.
+
+    Arguments and result are theirs.
+    """
+    most = int(visible.max()) if visible.numel() else 0
+    tile = max(1, TILE_SCORES // (q.shape[1] * max(1, most)))
+    selected = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
+    for start in range(0, q.shape[0], tile):
+        rows = slice(start, start + tile)
+        logits = index_logits(q[rows], weights[rows], keys, table, token_to_request[rows], visible[rows])
+        selected[rows] = index_topk(logits, k)
+    return selected

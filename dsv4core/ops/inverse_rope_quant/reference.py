@@ -1,0 +1,33 @@
+"""The FP8 input of the grouped output projection, in blocks of 128 values with a power-of-two scale."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4core.kvcache.codecs import FP8_MAX, to_fp8
+from dsv4core.model.rope import rotate_back
+
+BLOCK = 128
+MIN_AMAX = 1e-10
+
+
+def inverse_rope_quant(
+    attention: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate back at the query's position, then quantise each head in blocks of 128 values.
+
+    Args:
+        attention: `[tokens, heads, head_dim]`, head_dim a multiple of 128.
+        positions: `[tokens]` int64.
+        rope: `[max_positions, rope_dim]` fp32.
+
+    Returns:
+        `[tokens, heads, head_dim]` float8_e4m3fn, and fp32 scales `[tokens, heads, head_dim / 128]`:
+        the smallest power of two that brings the block's largest magnitude (at least 1e-10) to 448 or less.
+    """
+    blocks = rotate_back(attention.float(), positions, rope).unflatten(-1, (-1, BLOCK))
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1).clamp_min(MIN_AMAX) / FP8_MAX["e4m3fn"])
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    scale = torch.ldexp(torch.ones_like(mantissa), exponent)
+    codes = to_fp8(blocks / scale.unsqueeze(-1), torch.float8_e4m3fn, FP8_MAX["e4m3fn"])
+    return codes.flatten(-2), scale

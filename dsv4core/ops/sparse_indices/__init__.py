@@ -1,0 +1,10 @@
+"""Index tables: which slots of which pool each query attends."""
+
+from dsv4core.ops.sparse_indices.reference import (
+    entry_slots,
+    mixed_sparse_indices,
+    visible_entries,
+    window_slots,
+)
+
+__all__ = ["entry_slots", "mixed_sparse_indices", "visible_entries", "window_slots"]

@@ -1,0 +1,104 @@
+"""Slots of the window, of chosen entries, and FlashInfer's table of both. -1 is nothing, and only at the "
+"tail."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4core.api.kvcache import round_up
+from dsv4core.step.slots import slot_mapping
+
+
+def window_slots(
+    positions: torch.Tensor,
+    token_to_request: torch.Tensor,
+    block_table: torch.Tensor,
+    page_size: int,
+    window: int,
+) -> torch.Tensor:
+    """Slots of the last `window` tokens up to each query, oldest first.
+
+    Args:
+        positions: `[tokens]` int64; negative for a padding row, which gets no slot.
+        token_to_request: `[tokens]` row of the block table.
+        block_table: `[requests, pages]` int32.
+        page_size: Rows a page of the window cache.
+        window: Tokens that a query sees, its own included.
+
+    Returns:
+        `[tokens, window]` int32.
+    """
+    first = (positions - window + 1).clamp_min(0)
+    seen = first[:, None] + torch.arange(window, device=positions.device)
+    seen = torch.where(seen <= positions[:, None], seen, -1)
+    requests = token_to_request.long()[:, None].expand_as(seen)
+    return slot_mapping(block_table, requests, seen, page_size).int()
+
+
+def visible_entries(visible: torch.Tensor, width: int) -> torch.Tensor:
+    """All entries that each query sees: `0 … visible - 1`, then -1.
+
+    Args:
+        visible: `[tokens]` number of entries, from the front.
+        width: Columns of the table; at least the largest of `visible`.
+
+    Returns:
+        `[tokens, width]` int32 request-local entry numbers.
+    """
+    entry = torch.arange(width, device=visible.device, dtype=torch.int32)
+    return torch.where(entry < visible[:, None], entry, -1)
+
+
+def entry_slots(
+    selected: torch.Tensor, token_to_request: torch.Tensor, block_table: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Slots of request-local entries in the compressed pool.
+
+    Args:
+        selected: `[tokens, k]` int32 entry numbers, -1 for none.
+        token_to_request: `[tokens]` row of the block table; out of range gives -1.
+        block_table: `[requests, pages]` int32; a column out of range gives -1.
+        page_size: Entries a page.
+
+    Returns:
+        `[tokens, k]` int32.
+    """
+    known = ((token_to_request >= 0) & (token_to_request < block_table.shape[0]))[:, None]
+    requests = torch.where(known, token_to_request.long()[:, None], 0).expand_as(selected)
+    return slot_mapping(block_table, requests, torch.where(known, selected, -1).long(), page_size).int()
+
+
+def mixed_sparse_indices(
+    window: torch.Tensor,
+    compressed: torch.Tensor | None,
+    window_page: tuple[int, int],
+    compressed_page: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashInfer's table for TRTLLM-gen: window columns first, then compressed ones, in two separate pools.
+
+    Rows are a multiple of 16 bytes, because the kernel loads them 128 bits at a time. The kernel masks window
+    columns by the sequence length itself, so all of them count.
+
+    Args:
+        window: `[tokens, window]` int32 slots, from `window_slots`.
+        compressed: `[tokens, k]` int32 slots, from `entry_slots`; None without a compressor.
+        window_page: Rows a page of the window pool, and rows from one page to the next (its span).
+        compressed_page: The same of the compressed pool.
+
+    Returns:
+        `[tokens, window + round_up(k, 4)]` int32 storage rows, and `[tokens]` int32 lengths: the window's
+        width plus the number of valid compressed columns.
+    """
+    width = window.shape[1]
+    if compressed is None:
+        compressed = window.new_empty(window.shape[0], 0)
+    padding = round_up(compressed.shape[1], 4) - compressed.shape[1]
+    compressed = torch.nn.functional.pad(compressed, (0, padding), value=-1)
+    lengths = width + (compressed >= 0).sum(-1, dtype=torch.int32)
+    table = torch.cat([_spanned(window, *window_page), _spanned(compressed, *compressed_page)], dim=1)
+    return table, lengths
+
+
+def _spanned(slots: torch.Tensor, page_size: int, span: int) -> torch.Tensor:
+    """Slots of tight pages as rows of a pool whose pages are `span` rows apart."""
+    return torch.where(slots >= 0, slots // page_size * span + slots % page_size, -1)
