@@ -1,0 +1,119 @@
+"""`dsv4 explain`: which backend a run would take on this machine, and why not the others. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsv4core.api import (
+    BackendOptions,
+    BackendUnavailable,
+    KVCacheLayout,
+    LayerPlan,
+    ModelShape,
+    PluginError,
+    Request,
+)
+from dsv4core.config import DSV4Config
+from dsv4core.framework.platform import Machine, guess_machine
+from dsv4core.framework.request import build_limits, build_request, select_configured
+from dsv4core.framework.selection import Decision, Selection, SelectionError
+from dsv4core.hydra import chosen_backend, compose
+from dsv4core.model.shapes import PRESETS, load_model_shape
+
+
+def explain(overrides: Sequence[str]) -> int:
+    """Print what selection decides for a configuration.
+
+    Nothing beyond package metadata is looked at, so a backend may still find at run time that its kernels do
+    not load.
+
+    Returns:
+        The exit code: 0 where a backend was chosen, else 2.
+    """
+    config = _compose(overrides)
+    machine = guess_machine(config.device)
+    request = build_request(
+        config, _shape(config), build_limits(config), machine.platform, machine.arch, probe="static"
+    )
+    selection, decisions = _select(config, request)
+    if config.json:
+        print(json.dumps(_report(request, selection, decisions), indent=2, default=sorted))
+    else:
+        _print(machine, config, selection, decisions)
+    return 0 if selection else 2
+
+
+def _compose(overrides: Sequence[str]) -> DSV4Config:
+    """The configuration, even where the named backend cannot be loaded: selection then says why."""
+    try:
+        return compose(overrides)
+    except (BackendUnavailable, PluginError):
+        config = compose([text for text in overrides if not text.startswith("backend")])
+        config.backend = BackendOptions(name=chosen_backend(overrides))
+        return config
+
+
+def _shape(config: DSV4Config) -> ModelShape:
+    return load_model_shape(config.checkpoint) if config.checkpoint else PRESETS[config.model.name]
+
+
+def _select(config: DSV4Config, request: Request) -> tuple[Selection | None, tuple[Decision, ...]]:
+    try:
+        selection = select_configured(config, request)
+    except SelectionError as error:
+        return None, error.decisions
+    return selection, selection.decisions
+
+
+def _report(request: Request, selection: Selection | None, decisions: Sequence[Decision]) -> dict[str, Any]:
+    return {
+        "request": asdict(request),
+        "chosen": selection.backend.name if selection else None,
+        "decisions": [asdict(decision) for decision in decisions],
+        "kv_cache": _formats(selection.layout) if selection else None,
+        "plan": {kind: asdict(plan) for kind, plan in selection.plans.items()} if selection else None,
+    }
+
+
+def _formats(layout: KVCacheLayout) -> dict[str, dict[str, Any]]:
+    formats = vars(layout)
+    return {
+        name: {"name": kept.name, "bytes_per_token": kept.bytes_per_token} for name, kept in formats.items()
+    }
+
+
+def _print(
+    machine: Machine, config: DSV4Config, selection: Selection | None, decisions: Sequence[Decision]
+) -> None:
+    console = Console(markup=False, highlight=False)
+    model = config.checkpoint or config.model.name
+    where = f"{machine.platform} {machine.arch}".rstrip()
+    console.print(f"{model} on {where} ({machine.source}; torch was not asked)\n")
+    table = Table("backend", "verdict", "reasons", box=None, padding=(0, 2, 0, 0))
+    for decision in decisions:
+        table.add_row(decision.backend, decision.verdict, "\n".join(map(str, decision.reasons)))
+    console.print(table)
+    if selection is None:
+        console.print("\nNothing was chosen.")
+        return
+    caches = [
+        f"{name} {kept['name']} ({kept['bytes_per_token']} B)"
+        for name, kept in _formats(selection.layout).items()
+    ]
+    console.print(f"\nKV cache, bytes a token: {', '.join(caches)}", soft_wrap=True)
+    for kind, plan in selection.plans.items():
+        console.print(f"{kind}: {_sentence(plan)}", soft_wrap=True)
+
+
+def _sentence(plan: LayerPlan) -> str:
+    own = f", own operations: {', '.join(sorted(plan.own_ops))}" if plan.own_ops else ""
+    return (
+        f"{plan.padded_q_heads} query heads of {plan.q_dtype}, {plan.output.format} output, "
+        f"{plan.workspace_bytes} B of workspace, variant {plan.variant or 'default'}{own}"
+    )

@@ -1,0 +1,148 @@
+"""The command `dsv4`: takes the arguments apart, runs one command, and turns errors into one line."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsv4core import __version__
+from dsv4core.api import ConfigError, DSV4Error
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command's arguments: overrides for Hydra, and the prompt, which is free text and never Hydra's."""
+
+    overrides: tuple[str, ...] = ()
+    prompt: str | None = None
+    help: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `dsv4`.
+
+    Args:
+        argv: The arguments; None is those of the process.
+
+    Returns:
+        The exit code: 0; 1 where a verification fails; 2 for the user's mistakes; 130 where interrupted.
+    """
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except DSV4Error as error:
+        print(f"dsv4: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """Take a command's arguments apart.
+
+    Raises:
+        ConfigError: An option is unknown, or the prompt is missing, empty or given twice.
+    """
+    overrides: list[str] = []
+    prompts: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        option, equals, text = word.partition("=")
+        if option in ("--help", "-h"):
+            return Arguments(help=True)
+        if option == "--prompt":
+            prompts.append(text if equals else next(remaining, ""))
+        elif word == "--json":
+            overrides.append("json=true")
+        elif word.startswith("-"):
+            options = "--prompt TEXT, --json and --help"
+            raise ConfigError(f"{word!r} is not an option; those are {options}, and all else is key=value.")
+        else:
+            overrides.append(word)
+    if "" in prompts:
+        raise ConfigError(
+            "--prompt has no text; write --prompt TEXT, or prompt=@FILE to read it from a file."
+        )
+    if len(prompts) + sum(word.startswith("prompt=") for word in overrides) > 1:
+        raise ConfigError(
+            "The prompt is given more than once; give it once, by --prompt TEXT or prompt=@FILE."
+        )
+    return Arguments(tuple(overrides), prompts[0] if prompts else None)
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("--help", "-h"):
+        return _help()
+    if words[0] == "--version":
+        print(f"dsv4core {__version__}")
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
+        raise ConfigError(f"{command!r} is not a command; {advice}")
+    arguments = parse(rest)
+    return _help() if arguments.help else COMMANDS[command](arguments)
+
+
+def _help() -> int:
+    from dsv4core.cli.help import print_help
+
+    print_help()
+    return 0
+
+
+def _run(arguments: Arguments) -> int:
+    from dsv4core.hydra import compose
+
+    config = compose(arguments.overrides)
+    if arguments.prompt is not None:
+        config.prompt = arguments.prompt
+    _log_to_stderr()
+    from dsv4core.cli.run import run
+
+    return run(config)
+
+
+def _explain(arguments: Arguments) -> int:
+    _refuse_prompt("explain", arguments)
+    from dsv4core.cli.explain import explain
+
+    return explain(arguments.overrides)
+
+
+def _plugins(arguments: Arguments) -> int:
+    _refuse_prompt("plugins", arguments)
+    others = [word for word in arguments.overrides if word != "json=true"]
+    if others:
+        raise ConfigError(f"dsv4 plugins takes no {others[0]!r}; it takes --json and --help only.")
+    from dsv4core.cli.plugins import plugins
+
+    return plugins(as_json=bool(arguments.overrides))
+
+
+COMMANDS: Mapping[str, Callable[[Arguments], int]] = {"run": _run, "explain": _explain, "plugins": _plugins}
+
+
+def _refuse_prompt(command: str, arguments: Arguments) -> None:
+    if arguments.prompt is not None:
+        raise ConfigError(f"dsv4 {command} takes no --prompt; only dsv4 run computes with one.")
+
+
+def _log_to_stderr() -> None:
+    """Show dsv4core's own log (which backend was chosen and why) without touching other loggers."""
+    logger = logging.getLogger("dsv4core")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("dsv4: %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,1 @@
+"""From installed packages to bound layers: discovery, loading, selection, binding. No torch at import."""

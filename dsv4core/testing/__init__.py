@@ -1,0 +1,1 @@
+"""Helpers for tests of backends and of the core."""

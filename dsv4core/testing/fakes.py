@@ -1,0 +1,123 @@
+"""Backends that exist only as files: a module and a folder of package metadata, made in a millisecond."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsv4core.framework import discovery
+
+if TYPE_CHECKING:
+    import pytest
+
+FAKE_BACKEND = """\
+from dataclasses import dataclass
+
+from dsv4core.api import (
+    API_VERSION,
+    AttentionOutput,
+    BackendInfo,
+    BackendOptions,
+    KVCacheFormat,
+    KVCacheLayout,
+    KVCachePart,
+    LayerPlan,
+    hookimpl,
+)
+
+
+@dataclass
+class Options(BackendOptions):
+    workspace_mib: int = 64
+
+
+@hookimpl
+def dsv4_backend_info():
+    return BackendInfo(
+        api=API_VERSION,
+        options=Options,
+        platforms=("cpu",),
+        summary="computes nothing",
+        capabilities=frozenset(),
+    )
+
+
+@hookimpl
+def dsv4_unsupported_reasons(request):
+    return []
+
+
+@hookimpl
+def dsv4_resolve_kv_cache(request):
+    row = KVCacheFormat("bf16", (KVCachePart("row", "bfloat16", 512),))
+    return KVCacheLayout(row, row, row, row)
+
+
+@hookimpl
+def dsv4_plan_layer(layer):
+    return LayerPlan(padded_q_heads=layer.num_heads, q_dtype="bfloat16", own_ops=frozenset())
+
+
+@hookimpl
+def dsv4_init_layer_buffers(layer, weights):
+    return ("layer", layer.index, weights)
+
+
+@hookimpl
+def dsv4_init_step_buffers(kind, request):
+    return ("kind", kind.name, request.limits)
+
+
+@hookimpl
+def dsv4_plan_step(kind_state, step):
+    return None
+
+
+@hookimpl
+def dsv4_forward_mqa(state, q, apply_sink, positions, want_lse, layer):
+    return AttentionOutput((state, layer.index, q, positions, want_lse, apply_sink))
+
+
+@hookimpl
+def dsv4_o_proj(layer, state, attention, positions):
+    return (layer.index, state, attention, positions)
+"""
+"""A backend that follows the contract, imports no torch and computes nothing. Break it with `str.replace`."""
+
+
+def install_backend(
+    folder: Path,
+    name: str,
+    source: str = FAKE_BACKEND,
+    *,
+    distribution: str = "",
+    version: str = "1.0",
+) -> None:
+    """Put a backend into `folder`, where discovery finds it once that folder is on `sys.path`.
+
+    Args:
+        folder: Where the module and its metadata go.
+        name: The backend's name.
+        source: The text of its module.
+        distribution: Who declares it; by default `fake-<name>`.
+        version: The distribution's version.
+    """
+    distribution = distribution or f"fake-{name}"
+    module = distribution.replace("-", "_")
+    (folder / f"{module}.py").write_text(source)
+    metadata = folder / f"{module}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (metadata / "entry_points.txt").write_text(f"[dsv4core.backends]\n{name} = {module}\n")
+
+
+def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test, make the backends in `folder` the only ones that discovery finds, and importable."""
+    monkeypatch.setattr(discovery, "distributions", lambda: distributions(path=[str(folder)]))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delenv("DSV4_DISABLE", raising=False)
+    monkeypatch.delenv("DSV4_STRICT", raising=False)
+    for name in [name for name in sys.modules if name.startswith("fake_")]:
+        del sys.modules[name]

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from dsv4core.api import BackendUnavailable, ConfigError, DSV4Error, PluginError
+from dsv4core.config import AutoOptions, DSV4Config, ModelOptions, read_prompt
+from dsv4core.hydra import _INITIALIZE, CONF, chosen_backend, compose, register_configs
+from dsv4core.model.shapes import PRESETS
+from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+
+
+def message(*overrides: str, kind: type[DSV4Error] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
+        compose(overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_dataclass(folder: Path) -> None:
+    assert compose() == DSV4Config()
+    assert list(folder.iterdir()) == []
+
+
+def test_auto_order(folder: Path) -> None:
+    options = compose(["backend.order.cuda=[flashmla,hopper]", "+backend.order.sm_90=[hopper]"]).backend
+    assert isinstance(options, AutoOptions)
+    assert options.order == {
+        "cpu": ["reference"],
+        "cuda": ["flashmla", "hopper"],
+        "rocm": [],
+        "sm_90": ["hopper"],
+    }
+
+
+def test_options_are_the_backends_own(folder: Path) -> None:
+    install_backend(folder, "acme")
+    options = compose(["backend=acme", "backend.workspace_mib=3"]).backend
+    assert type(options).__module__ == "fake_acme"
+    assert vars(options) == {"name": "acme", "workspace_mib": 3}
+
+
+def test_a_broken_backend_does_not_disturb_others(folder: Path) -> None:
+    install_backend(folder, "acme")
+    install_backend(folder, "broken", "raise OSError")
+    assert compose(["backend=acme"]).backend.name == "acme"
+    assert compose().backend.name == "auto"
+    text = message("backend=broken", kind=PluginError)
+    assert text.startswith("[broken] Backend 'broken' of fake-broken 1.0 cannot be loaded: OSError.")
+
+
+def test_presets(folder: Path) -> None:
+    assert {path.stem for path in (CONF / "model").iterdir()} == set(PRESETS)
+    for name in PRESETS:
+        assert compose([f"model={name}"]).model == ModelOptions(name)
+    long = compose(["workload=long", "decode=3"])
+    assert (long.prefill, long.decode, long.batch) == (4096, 3, 1)
+
+
+def test_values(folder: Path) -> None:
+    config = compose(["layers=[0,2]", "checkpoint=/data/v4 flash", "verify=true", "kv_cache_dtype=fp8"])
+    assert (config.layers, config.checkpoint, config.verify) == ([0, 2], "/data/v4 flash", True)
+    assert config.kv_cache_dtype == "fp8"
+
+
+@pytest.mark.parametrize("text", ["a, b = {c}", "007", "true", "null", "${x}", "'quoted'", " é\t", "x=@y"])
+def test_prompt_is_taken_word_for_word(folder: Path, text: str) -> None:
+    assert compose([f"prompt={text}"]).prompt == text
+
+
+def test_prompt_from_a_file(folder: Path) -> None:
+    (folder / "my (1), file=.txt").write_text("Attention,\nplease: é\n", encoding="utf-8")
+    assert compose(["prompt=@my (1), file=.txt"]).prompt == "Attention,\nplease: é\n"
+
+
+def test_prompt_files_that_cannot_be_used(folder: Path) -> None:
+    (folder / "empty").write_text(" \n")
+    (folder / "latin").write_bytes("caf\xe9 au lait".encode("latin-1"))
+    assert message("prompt=@none") == "prompt=@none: none cannot be read: No such file or directory."
+    assert message("prompt=@/") == "prompt=@/: / cannot be read: Is a directory."
+    assert message("prompt=@empty") == "prompt=@empty: empty is empty."
+    assert message("prompt=@latin") == "prompt=@latin: latin is not UTF-8 text (byte 3)."
+    assert read_prompt("") == ""
+
+
+KEYS = (
+    "backend, batch, checkpoint, chunk, decode, device, dtype, index_dtype, json, kv_cache_dtype, layers, "
+    "model, prefill, prompt, seed, verify, workload"
+)
+MISTAKES = [
+    ("decod=1", "'decod' is not a key; did you mean 'decode'?"),
+    ("zzz=1", f"'zzz' is not a key; the keys are {KEYS}."),
+    ("+zzz=1", f"'zzz' is not a key; the keys are {KEYS}."),
+    ("hydra.run.dir=x", f"'hydra.run.dir' is not a key; the keys are {KEYS}."),
+    ("model.name=v4_pro", "'model.name' is not a key; did you mean 'model'?"),
+    (
+        "backend.zzz=1",
+        "'backend.zzz' is not an option of this backend; it takes backend.exclude, backend.order.",
+    ),
+    (
+        "backend.name=acme",
+        "'backend.name' is not an option of this backend; it takes backend.exclude, backend.order.",
+    ),
+    ("prefill=abc", "prefill takes int: Value 'abc' of type 'str' could not be converted to Integer."),
+    ("prefill=null", "prefill takes int: field 'prefill' is not Optional."),
+    ("json=maybe", "json takes bool: Value 'maybe' is not a valid bool (type str)."),
+    (
+        "backend.order=3",
+        "backend.order takes dict[str, list[str]]: Cannot assign int to Dict[str, List[str]].",
+    ),
+    (
+        "backend.order.sm_90=[a]",
+        "Could not override 'backend.order.sm_90'. To append to your config use +backend.order.sm_90=[a].",
+    ),
+    ("model=v5", "model=v5 is not known; the names are tiny, v4_flash, v4_pro."),
+    ("workload=short", "workload=short is not known; the names are long, quick."),
+    ("backend=null", "backend takes a name; `dsv4 plugins` lists them."),
+    ("backend={name: acme}", "backend takes a name; `dsv4 plugins` lists them."),
+    ("prefill=1,2", "'prefill=1,2' gives several values; give one, or a list as key=[a,b]."),
+    ("~prefill", "'~prefill' would take a key away, and every key has a value; leave it out."),
+    ("word", "'word' cannot be read; write key=value; free text goes after --prompt."),
+    (
+        "checkpoint=a=b",
+        "'checkpoint=a=b' cannot be read; quote a value that has special characters, as in 'key=\"a, b\"'.",
+    ),
+    ("checkpoint=${zzz}", "checkpoint: Interpolation key 'zzz' not found."),
+    ("decode=-1", "decode=-1 is too small; the least is 0."),
+    ("batch=0", "batch=0 is too small; the least is 1."),
+    ("dtype=float16", "dtype=float16 is not known; use bfloat16 or float32."),
+    ("layers=[0,-1]", "layers=[0, -1] cannot be run; give numbers from 0 on, or null for all."),
+    ("layers=[]", "layers=[] cannot be run; give numbers from 0 on, or null for all."),
+]
+
+
+@pytest.mark.parametrize(("override", "text"), MISTAKES)
+def test_mistakes_end_in_one_line(folder: Path, override: str, text: str) -> None:
+    assert message(override) == text
+
+
+def test_nothing_to_run(folder: Path) -> None:
+    text = "prefill=0 and decode=0 leave nothing to run; set one of them."
+    assert message("prefill=0", "decode=0") == text
+
+
+def test_options_of_a_backend_are_checked(folder: Path) -> None:
+    check = "workspace_mib: int = 64\n\n    def __post_init__(self):\n        if self.workspace_mib < 1:\n"
+    check += "            raise ValueError('workspace_mib must be at least 1.')"
+    install_backend(folder, "acme", FAKE_BACKEND.replace("workspace_mib: int = 64", check))
+    assert message("backend=acme", "backend.workspace_mib=x") == (
+        "backend.workspace_mib takes int: Value 'x' of type 'str' could not be converted to Integer."
+    )
+    assert message("backend=acme", "backend.zzz=1") == (
+        "'backend.zzz' is not an option of this backend; it takes backend.workspace_mib."
+    )
+    assert message("backend=acme", "backend.workspace_mib=0") == "workspace_mib must be at least 1."
+
+
+def test_options_that_hydra_cannot_hold(folder: Path) -> None:
+    source = FAKE_BACKEND.replace("workspace_mib: int = 64", "workspace_mib: complex = 1j")
+    install_backend(folder, "acme", source)
+    text = message("backend=acme", kind=PluginError)
+    assert text.startswith("[broken] Backend 'acme' of fake-acme 1.0 has options that Hydra cannot hold: ")
+
+
+def test_absent_backends(folder: Path) -> None:
+    install_backend(folder, "acme")
+    assert message("backend=flashmla", kind=BackendUnavailable) == (
+        "[package-missing] Backend 'flashmla' is not installed. Run `pip install dsv4-plugin-flashmla`."
+    )
+    assert message("backend=acne", "backend.x=1", kind=BackendUnavailable) == (
+        "[package-missing] No backend is named 'acne'. Did you mean 'acme'?"
+    )
+
+
+def test_chosen_backend() -> None:
+    assert chosen_backend(["decode=1", "prompt=a, b"]) == "auto"
+    assert chosen_backend(["backend=a", "backend=b"]) == "b"
+
+
+def test_another_hydra_application(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    install_backend(folder, "acme")
+    install_backend(folder, "broken", "raise OSError")
+    caplog.set_level(logging.WARNING)
+    register_configs(group="dsv4/backend")
+    assert caplog.messages[0].startswith("[broken] Backend 'broken' of fake-broken 1.0 cannot be loaded")
+    defaults = ["_self_", {"dsv4": "dsv4_config"}, {"dsv4/backend": "auto"}]
+    ConfigStore.instance().store(name="app", node={"defaults": defaults, "lr": 1.0})
+    with hydra.initialize(config_path=None, **_INITIALIZE):
+        overrides = ["dsv4/backend=acme", "dsv4.backend.workspace_mib=9", "dsv4.decode=4"]
+        config = OmegaConf.to_object(hydra.compose("app", overrides).dsv4)
+    assert isinstance(config, DSV4Config)
+    assert (config.decode, vars(config.backend)) == (4, {"name": "acme", "workspace_mib": 9})

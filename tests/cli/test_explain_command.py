@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4core.cli.main import main
+from dsv4core.model.shapes import PRESETS, to_config
+from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+
+Capture = pytest.CaptureFixture[str]
+CPU = ("device=cpu", "backend.order.cpu=[acme]")
+
+
+def report(capsys: Capture, *words: str, code: int = 0) -> dict[str, Any]:
+    assert main(["explain", "device=cpu", "--json", *words]) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_json_of_a_choice(folder: Path, capsys: Capture) -> None:
+    install_backend(folder, "acme")
+    result = report(capsys, "backend.order.cpu=[acme]", "kv_cache_dtype=bf16", "model=v4_flash")
+    assert list(result) == ["request", "chosen", "decisions", "kv_cache", "plan"]
+    assert result["chosen"] == "acme"
+    assert result["decisions"] == [{"backend": "acme", "verdict": "chosen", "reasons": []}]
+    assert result["kv_cache"]["window"] == {"name": "bf16", "bytes_per_token": 1024}
+    assert result["plan"]["c4a"]["padded_q_heads"] == 64
+    assert result["plan"]["c4a"]["own_ops"] == []
+    request = result["request"]
+    assert (request["platform"], request["kv_cache_dtype"], request["num_heads"]) == ("cpu", "bf16", 64)
+    assert request["probe"] == "static"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "flashmla",
+            {
+                "code": "package-missing",
+                "text": "Backend 'flashmla' is not installed.",
+                "fix": "Run `pip install dsv4-plugin-flashmla`.",
+            },
+        ),
+        (
+            "broken",
+            {
+                "code": "broken",
+                "text": "Backend 'broken' of fake-broken 1.0 cannot be loaded: OSError: lib.",
+                "fix": "Repair or uninstall fake-broken; DSV4_STRICT=1 shows the traceback.",
+            },
+        ),
+    ],
+)
+def test_json_of_a_refusal(folder: Path, capsys: Capture, name: str, reason: dict[str, str]) -> None:
+    install_backend(folder, "acme")
+    install_backend(folder, "broken", "raise OSError('lib')")
+    result = report(capsys, f"backend={name}", "backend.option=1", code=2)
+    assert (result["chosen"], result["kv_cache"], result["plan"]) == (None, None, None)
+    assert result["decisions"][0] == {"backend": name, "verdict": "rejected", "reasons": [reason]}
+    assert {"backend": "acme", "verdict": "could-run", "reasons": []} in result["decisions"]
+
+
+def test_auto_that_finds_nothing(folder: Path, capsys: Capture) -> None:
+    result = report(capsys, code=2)
+    assert result["chosen"] is None
+    assert [decision["backend"] for decision in result["decisions"]] == ["reference"]
+
+
+def test_the_checkpoint_decides_about_the_model(folder: Path, capsys: Capture) -> None:
+    install_backend(folder, "acme")
+    (folder / "config.json").write_text(json.dumps(to_config(PRESETS["v4_pro"])))
+    result = report(capsys, "backend=acme", f"checkpoint={folder}", "model=tiny")
+    assert result["request"]["model"]["num_attention_heads"] == 128
+
+
+def test_text(folder: Path, capsys: Capture) -> None:
+    source = FAKE_BACKEND.replace("own_ops=frozenset()", "variant='v1'")
+    install_backend(folder, "acme", source)
+    assert main(["explain", *CPU]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tiny on cpu (device=cpu; torch was not asked)"
+    assert lines[3].split() == ["acme", "chosen"]
+    assert lines[-4:] == [
+        "KV cache, bytes a token: window bf16 (1024 B), compressed bf16 (1024 B), index bf16 (1024 B), "
+        "state bf16 (1024 B)",
+        *(
+            f"{kind}: 16 query heads of bfloat16, dense output, 0 B of workspace, variant v1"
+            for kind in ("swa", "c4a", "c128a")
+        ),
+    ]
+
+
+def test_text_of_a_refusal(folder: Path, capsys: Capture) -> None:
+    assert main(["explain", "device=cpu"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split()[:3] == ["reference", "rejected", "[package-missing]"]
+    assert lines[-1] == "Nothing was chosen."

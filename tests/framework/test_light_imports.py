@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsv4core.testing.fakes import install_backend
+
+SELECT = """
+from dsv4core.api import Limits, Request
+from dsv4core.framework.selection import select
+from dsv4core.model.shapes import PRESETS
+request = Request("cpu", "", PRESETS["tiny"], 16, Limits(512, 2, 316, 256))
+assert select(request, "acme").backend.name == "acme"
+assert select(request, order={"cpu": ["acme"]}).plans
+"""
+PLUGINS = "from dsv4core.cli.main import main; assert main(['plugins', '--json']) == 0"
+HELP = "from dsv4core.cli.main import main; assert main(['--help']) == 0"
+EXPLAIN = "from dsv4core.cli.main import main; assert main(['explain', 'backend=acme', 'device=cpu']) == 0"
+BOTH = ("torch", "hydra", "omegaconf")
+PROGRAMS = [
+    ("import dsv4core", BOTH),
+    ("import dsv4core.api", BOTH),
+    ("import dsv4core.config", BOTH),
+    ("import dsv4core.framework.binding, dsv4core.framework.request", BOTH),
+    (SELECT, BOTH),
+    (PLUGINS, BOTH),
+    (HELP, BOTH),
+    (EXPLAIN, ("torch",)),
+]
+
+
+@pytest.mark.parametrize(("program", "heavy"), PROGRAMS)
+def test_nothing_heavy_is_imported(tmp_path: Path, program: str, heavy: tuple[str, ...]) -> None:
+    install_backend(tmp_path, "acme")
+    check = f"\nimport sys; print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DSV4_DISABLE": "reference,triton"}
+    run = subprocess.run(
+        [sys.executable, "-c", program + check], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "[]\n")

@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4core.api import (
+    BackendOptions,
+    BackendUnavailable,
+    ConfigError,
+    LayerKind,
+    Reason,
+    Request,
+)
+from dsv4core.framework.selection import Decision, SelectionError, select
+from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+
+Install = Callable[..., None]
+
+NO_REASONS = "def dsv4_unsupported_reasons(request):\n    return []"
+TOO_MANY = NO_REASONS.replace("[]", "[R('q-heads', 'It serves 8 heads, not 16.', 'Use another model.')]")
+RAISES = NO_REASONS.replace("return []", "raise OSError('no driver')")
+REFUSES = "def dsv4_resolve_kv_cache(request):\n    raise C('kv_cache_dtype=auto is not mine; use fp8.')\n"
+
+
+@pytest.fixture
+def install(folder: Path) -> Install:
+    def install(name: str, *replacements: tuple[str, str]) -> None:
+        source = "from dsv4core.api import ConfigError as C, Reason as R\n" + FAKE_BACKEND
+        for old, new in replacements:
+            assert old in source
+            source = source.replace(old, new)
+        install_backend(folder, name, source)
+
+    return install
+
+
+def order(*names: str) -> dict[str, list[str]]:
+    return {"cpu": list(names)}
+
+
+def reasons(error: pytest.ExceptionInfo[SelectionError], name: str) -> list[str]:
+    decisions = {decision.backend: decision for decision in error.value.decisions}
+    return [str(reason) for reason in decisions[name].reasons]
+
+
+def test_a_named_backend_is_chosen(
+    install: Install, request_: Request, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("acme")
+    caplog.set_level(logging.INFO)
+    selection = select(request_, "acme")
+    assert selection.backend.name == "acme"
+    assert selection.request is request_
+    assert selection.options == selection.backend.info.options(name="acme")
+    assert selection.layout.window.name == "bf16"
+    assert {name: plan.padded_q_heads for name, plan in selection.plans.items()} == {
+        "swa": 16,
+        "c4a": 16,
+        "c128a": 16,
+    }
+    assert selection.decisions == (Decision("acme", "chosen"),)
+    assert caplog.messages == ["backend=acme runs, as asked: fake-acme 1.0."]
+
+
+def test_options_reach_every_hook(install: Install, request_: Request) -> None:
+    install(
+        "acme",
+        ("dsv4_plan_layer(layer)", "dsv4_plan_layer(layer, options)"),
+        ('"bfloat16", own', '"bfloat16", workspace_bytes=options.workspace_mib << 20, own'),
+    )
+    options = select(request_, "acme").backend.info.options(name="acme", workspace_mib=2)  # type: ignore[call-arg]
+    selection = select(request_, "acme", options)
+    assert selection.options is options
+    assert selection.plans["swa"].workspace_bytes == 2 << 20
+
+
+def test_options_of_another_class_are_refused(install: Install, request_: Request) -> None:
+    install("acme")
+    with pytest.raises(ConfigError) as caught:
+        select(request_, "acme", BackendOptions(name="acme"))
+    assert str(caught.value) == "backend=acme takes options of Options, and was given BackendOptions."
+
+
+def test_auto_takes_no_options(install: Install, request_: Request) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(request_, options=BackendOptions())
+    assert str(caught.value) == "Options belong to a named backend, and backend=auto names none; name it."
+
+
+def test_a_named_backend_that_cannot_is_never_replaced(install: Install, request_: Request) -> None:
+    install("acme", (NO_REASONS, TOO_MANY))
+    install("able")
+    install("broken", ("import dataclass", "import nothing"))
+    with pytest.raises(BackendUnavailable) as caught:
+        select(request_, "acme", order=order("able"))
+    assert str(caught.value) == (
+        "backend=acme cannot run this request: [q-heads] It serves 8 heads, not 16. Use another model. "
+        "What could run here, if you name it: able."
+    )
+    assert isinstance(caught.value, SelectionError)
+    verdicts = [(decision.backend, decision.verdict) for decision in caught.value.decisions]
+    assert verdicts == [("acme", "rejected"), ("able", "could-run"), ("broken", "rejected")]
+
+
+ABSENT = [
+    ("flashmla", "Backend 'flashmla' is not installed. Run `pip install dsv4-plugin-flashmla`."),
+    ("acne", "No backend is named 'acne'. Did you mean 'acme'?"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), ABSENT)
+def test_a_named_backend_that_is_absent(install: Install, request_: Request, name: str, text: str) -> None:
+    install("acme", (NO_REASONS, TOO_MANY))
+    with pytest.raises(BackendUnavailable) as caught:
+        select(request_, name)
+    assert str(caught.value) == (
+        f"backend={name} cannot run this request: [package-missing] {text} "
+        "What could run here, if you name it: nothing that is installed."
+    )
+
+
+def test_a_named_backend_that_is_broken(install: Install, request_: Request) -> None:
+    install("acme", ("import dataclass", "import nothing"))
+    with pytest.raises(
+        BackendUnavailable, match=r"\[broken\] Backend 'acme' of fake-acme 1\.0 cannot be loaded"
+    ):
+        select(request_, "acme")
+
+
+def test_auto_walks_the_order(install: Install, request_: Request, caplog: pytest.LogCaptureFixture) -> None:
+    install("first", (NO_REASONS, TOO_MANY))
+    install("second")
+    install("third", ("import dataclass", "import nothing"))
+    install("unlisted", ("import dataclass", "import nothing"))
+    caplog.set_level(logging.INFO)
+    selection = select(request_, order=order("flashmla", "first", "second", "third"))
+    assert selection.backend.name == "second"
+    assert [(decision.backend, decision.verdict) for decision in selection.decisions] == [
+        ("flashmla", "rejected"),
+        ("first", "rejected"),
+        ("second", "chosen"),
+        ("third", "not-reached"),
+        ("unlisted", "rejected"),
+    ]
+    assert caplog.messages == [
+        "backend=auto chose second (fake-second 1.0); passed over: "
+        "flashmla: [package-missing] Backend 'flashmla' is not installed. "
+        "Run `pip install dsv4-plugin-flashmla`; "
+        "first: [q-heads] It serves 8 heads, not 16. Use another model; "
+        "unlisted: [not-in-order] It is installed, but auto does not try it. Ask for backend=unlisted."
+    ]
+
+
+def test_the_architecture_has_its_own_order(install: Install, request_: Request) -> None:
+    install("acme")
+    install("special")
+    orders = {"avx512": ["special"], "cpu": ["acme"]}
+    assert select(request_, order=orders).backend.name == "acme"
+    assert select(replace(request_, arch="avx512"), order=orders).backend.name == "special"
+
+
+def test_installing_a_package_changes_nothing(install: Install, request_: Request) -> None:
+    install("acme")
+    with pytest.raises(SelectionError) as caught:
+        select(request_)
+    assert reasons(caught, "acme") == [
+        "[not-in-order] It is installed, but auto does not try it. Ask for backend=acme."
+    ]
+    assert reasons(caught, "reference") == [
+        "[package-missing] No backend is named 'reference'. The names are: acme, auto, flashinfer, flashmla, "
+        "hopper, rocm_aiter."
+    ]
+
+
+def test_auto_with_nothing(install: Install, request_: Request) -> None:
+    install("acme", (NO_REASONS, TOO_MANY))
+    with pytest.raises(BackendUnavailable) as caught:
+        select(request_, order=order("acme", "hopper"))
+    assert str(caught.value).splitlines() == [
+        "backend=auto found no backend for cpu: none of acme, hopper can run this request.",
+        "  request: num_heads=16, kv_cache_dtype=auto, index_dtype=auto, dtype=bfloat16, tensor_parallel=1, "
+        "seam=layer, graph=False",
+        "  acme: [q-heads] It serves 8 heads, not 16. Use another model.",
+        "  hopper: [package-missing] Backend 'hopper' is not installed. "
+        "Run `pip install dsv4-plugin-hopper`.",
+        "Name a backend with backend=NAME, or list some in backend.order.cpu.",
+    ]
+
+
+def test_auto_with_an_empty_order(install: Install, request_: Request) -> None:
+    install("acme")
+    with pytest.raises(BackendUnavailable) as caught:
+        select(replace(request_, platform="cuda", arch="sm_90"), order={"cuda": []})
+    assert (
+        str(caught.value).splitlines()[0]
+        == "backend=auto found no backend for cuda sm_90: its order is empty."
+    )
+
+
+def test_exclude(install: Install, request_: Request) -> None:
+    install("acme")
+    install("other")
+    selection = select(request_, order=order("acme", "other"), exclude=["acme"])
+    assert selection.backend.name == "other"
+    excluded = Reason("disabled", "It is excluded.", "Take its name out of backend.exclude.")
+    assert selection.decisions[0] == Decision("acme", "rejected", (excluded,))
+    with pytest.raises(ConfigError) as caught:
+        select(request_, order=order("acme"), exclude=["acne"])
+    assert str(caught.value) == (
+        "backend.exclude cannot be used: [package-missing] No backend is named 'acne'. Did you mean 'acme'?"
+    )
+
+
+def test_a_probe_that_raises_is_a_rejection(install: Install, request_: Request) -> None:
+    install("acme", (NO_REASONS, RAISES))
+    install("other")
+    selection = select(request_, order=order("acme", "other"))
+    assert selection.backend.name == "other"
+    assert [str(reason) for reason in selection.decisions[0].reasons] == [
+        "[probe-error] Its checks raised OSError: no driver. DSV4_STRICT=1 shows where."
+    ]
+
+
+def test_strict_lets_a_probe_raise(
+    install: Install, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("acme", (NO_REASONS, RAISES))
+    monkeypatch.setenv("DSV4_STRICT", "1")
+    with pytest.raises(OSError, match="no driver"):
+        select(request_, order=order("acme"))
+
+
+def test_a_disabled_backend_is_passed_over_even_if_strict(
+    install: Install, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("acme")
+    install("other")
+    monkeypatch.setenv("DSV4_STRICT", "1")
+    monkeypatch.setenv("DSV4_DISABLE", "acme")
+    assert select(request_, order=order("acme", "other")).backend.name == "other"
+
+
+def test_dtypes(install: Install, request_: Request) -> None:
+    head = "def dsv4_resolve_kv_cache(request):\n"
+    install("acme", (head, REFUSES))
+    install("other")
+    with pytest.raises(ConfigError) as caught:
+        select(request_, "acme")
+    assert str(caught.value) == "kv_cache_dtype=auto is not mine; use fp8."
+    selection = select(request_, order=order("acme", "other"))
+    assert selection.decisions[0].reasons == (
+        Reason("kv-dtype", "kv_cache_dtype=auto is not mine; use fp8."),
+    )
+
+
+def test_auto_does_not_commit_before_it_has_plans(install: Install, request_: Request) -> None:
+    install("acme", ("return LayerPlan(", "1 / 0\n    return LayerPlan("))
+    install("other")
+    selection = select(request_, order=order("acme", "other"))
+    assert selection.backend.name == "other"
+    assert [str(reason) for reason in selection.decisions[0].reasons] == [
+        "[probe-error] Its checks raised ZeroDivisionError: division by zero. DSV4_STRICT=1 shows where."
+    ]
+
+
+def test_platform(install: Install, request_: Request) -> None:
+    install("acme", ('("cpu",)', '("cuda", "rocm")'), (NO_REASONS, RAISES))
+    with pytest.raises(SelectionError) as caught:
+        select(request_, "acme")
+    assert reasons(caught, "acme") == [
+        "[platform] It has kernels for cuda, rocm, and the request is for cpu."
+    ]
+
+
+CAPABILITIES = [
+    ({"decode_query_len": 2}, ["multi-token-decode"]),
+    ({"graph": True}, ["graph"]),
+    ({"strided_pages": True}, ["strided-pages"]),
+    ({"tensor_parallel": 2, "num_heads": 8}, ["tensor-parallel"]),
+    ({"seam": "kernel"}, ["kernel-seam"]),
+    ({"context_parallel": 2}, ["lse", "defer-sink"]),
+    ({"seam": "kernel", "graph": True}, ["kernel-seam", "graph"]),
+]
+
+
+@pytest.mark.parametrize(("asked", "needed"), CAPABILITIES)
+def test_capabilities(
+    install: Install, request_: Request, asked: dict[str, object], needed: list[str]
+) -> None:
+    install("acme")
+    install("able", ("frozenset(),", f"frozenset({needed}),"))
+    request = replace(request_, **asked)  # type: ignore[arg-type]
+    assert select(request, "able").backend.name == "able"
+    with pytest.raises(SelectionError) as caught:
+        select(request, "acme")
+    assert [reason.split(" (")[0] for reason in reasons(caught, "acme")] == [
+        f"[capability] The request needs {name!r}" for name in needed
+    ]
+
+
+def test_a_capability_is_named_with_its_meaning(install: Install, request_: Request) -> None:
+    install("acme")
+    with pytest.raises(SelectionError) as caught:
+        select(replace(request_, decode_query_len=3), "acme")
+    assert reasons(caught, "acme") == [
+        "[capability] The request needs 'multi-token-decode' (a decode request may have several query "
+        "tokens), which it does not declare."
+    ]
+
+
+def test_a_request_that_contradicts_itself(install: Install, request_: Request) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(replace(request_, tensor_parallel=2))
+    assert str(caught.value) == (
+        "num_heads=16 is asked for, but each of 2 ranks has 8 of the model's 16 heads; give that number."
+    )
+    with pytest.raises(ConfigError, match="does not divide num_attention_heads"):
+        select(replace(request_, tensor_parallel=3))
+
+
+def test_host_lengths(install: Install, request_: Request) -> None:
+    install("acme", ("frozenset(),", "frozenset({'needs-host-lengths'}),"))
+    assert select(request_, "acme").backend.name == "acme"
+    with pytest.raises(SelectionError) as caught:
+        select(replace(request_, host_lengths=False), "acme")
+    assert reasons(caught, "acme") == [
+        "[capability] It needs the lengths of a step on the host, and the host has none. "
+        "Give Step.host_lengths."
+    ]
+
+
+def test_kinds_that_share_a_name_are_refused(install: Install, request_: Request) -> None:
+    install("acme")
+    kinds = tuple(LayerKind(4, "top_k", True, index_source=source) for source in (None, 0))
+    model = replace(request_.model, layer_kinds=kinds)
+    with pytest.raises(SelectionError) as caught:
+        select(replace(request_, model=model), "acme")
+    assert reasons(caught, "acme") == [
+        "[model] The model has 2 kinds of layers named c4a, and plans go by name."
+    ]
+
+
+ANSWERS = [
+    ("return []", "pass", "returned None from dsv4_unsupported_reasons, where a value is due."),
+    ("return []", "return ['no']", "returned something else than Reasons from dsv4_unsupported_reasons."),
+    (
+        "return KVCacheLayout(row, row, row, row)",
+        "pass",
+        "returned None from dsv4_resolve_kv_cache, where KVCacheLayout is due.",
+    ),
+    ("return LayerPlan(", "return dict(", "returned dict from dsv4_plan_layer, where LayerPlan is due."),
+    (
+        "padded_q_heads=layer.num_heads",
+        "padded_q_heads=8",
+        "plans 8 query heads for a layer that has 16 of them.",
+    ),
+    (
+        "own_ops=frozenset()",
+        "own_ops=frozenset({'compress'})",
+        "plans to do compress itself, but does not implement dsv4_compress.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "what"), ANSWERS)
+def test_answers_that_break_the_contract(
+    install: Install, request_: Request, old: str, new: str, what: str
+) -> None:
+    install("acme", (old, new))
+    with pytest.raises(SelectionError) as caught:
+        select(request_, "acme")
+    assert reasons(caught, "acme") == [
+        f"[broken] Backend 'acme' of fake-acme 1.0 {what} "
+        "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
+    ]
+
+
+def test_private_output_may_be_forbidden(install: Install, request_: Request) -> None:
+    plan = "from dsv4core.api import OutputSpec\n    return LayerPlan(output=OutputSpec('private'), "
+    install("acme", ("return LayerPlan(", plan))
+    assert select(request_, "acme").plans["swa"].output.format == "private"
+    with pytest.raises(SelectionError, match="plans a private attention output, which the request forbids"):
+        select(replace(request_, private_output=False), "acme")
