@@ -1,0 +1,140 @@
+"""The attention layers of a checkpoint, one after the other, with caches and steps of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4core.api.layer import LayerSpec
+from dsv4core.api.step import Step
+from dsv4core.attention import DeepseekV4Attention, Observe
+from dsv4core.framework.binding import bind_kind, bind_layer
+from dsv4core.framework.selection import Selection
+from dsv4core.kvcache.pools import CachePools
+from dsv4core.model.checkpoint import Checkpoint
+from dsv4core.model.shapes import layer_spec
+from dsv4core.ops import rms_norm
+from dsv4core.step import Batch, StepBuffers, leading_decodes
+
+
+@dataclass(frozen=True)
+class StackedLayer:
+    """A layer and the norm before it."""
+
+    attention: DeepseekV4Attention
+    norm: torch.Tensor
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The layer."""
+        return self.attention.layer
+
+
+def load_layer(
+    selection: Selection,
+    checkpoint: Checkpoint,
+    index: int,
+    device: torch.device,
+    observe: Observe = nullcontext,
+    rank: int = 0,
+) -> StackedLayer:
+    """Load one layer's weights, this rank's share of them, and bind its backend.
+
+    Raises:
+        CheckpointError: Tensors are missing, misshapen or hold NaN.
+        PluginError: The backend fails to build the layer.
+    """
+    ranks, positions = selection.request.tensor_parallel, selection.request.limits.max_model_len
+    spec = layer_spec(checkpoint.shape, index, rank, ranks)
+    weights = checkpoint.layer(index, rank, ranks, max_positions=positions, device=device)
+    bound = bind_layer(selection, spec, weights, device)
+    attention = DeepseekV4Attention(bound, weights, selection.layout, observe)
+    return StackedLayer(attention, checkpoint.attn_norm(index).to(device))
+
+
+class AttentionStack:
+    """Computes `x + attention(rms(x))` layer by layer. Not a model: there are no MLPs and no output head."""
+
+    def __init__(self, selection: Selection, layers: Sequence[StackedLayer], device: torch.device) -> None:
+        """Allocate caches and step buffers for the selection's limits."""
+        request = selection.request
+        specs = [layer.spec for layer in layers]
+        kinds = tuple(dict.fromkeys(spec.kind for spec in specs))
+        self.selection, self.layers = selection, tuple(layers)
+        self.pools = CachePools(
+            specs, selection.layout, request.page_sizes, request.limits, device, request.decode_query_len
+        )
+        self._kinds = {kind.name: bind_kind(selection, kind, device) for kind in kinds}
+        self._buffers = StepBuffers(
+            kinds,
+            request.limits,
+            request.page_sizes,
+            self.pools.tables.num_pages(),
+            device,
+            request.decode_query_len,
+        )
+
+    def plan(self, computed: Sequence[int], query: Sequence[int]) -> Step:
+        """Begin a step of requests `0 … n - 1`: give them pages, make the step, let the backend plan it.
+
+        Args:
+            computed: Tokens of each request whose keys are cached already.
+            query: Query tokens of each request in this step.
+
+        Raises:
+            CacheError: A limit or the pools are exceeded.
+        """
+        tables = self.pools.tables
+        for request, (known, new) in enumerate(zip(computed, query, strict=True)):
+            tables.grow(request, known + new)
+        step = self._buffers.build(
+            Batch(
+                computed=tuple(computed),
+                query=tuple(query),
+                num_decode_requests=leading_decodes(
+                    tuple(computed), tuple(query), self.selection.request.decode_query_len
+                ),
+                window=tables.window.block_table[: len(query)],
+                context=tables.context.block_table[: len(query)],
+                state={name: table.block_table[: len(query)] for name, table in tables.state.items()},
+            )
+        )
+        for kind in self._kinds.values():
+            kind.prepare_step(step)
+            kind.plan_step(step)
+        return step
+
+    def warm_up(self) -> None:
+        """Compute one token and forget it, so that what happens only once is not measured.
+
+        The rows that it leaves in the caches are never read: no request has them.
+        """
+        weight = self.layers[0].norm
+        dtype = getattr(torch, self.selection.request.dtype)
+        self.forward(torch.zeros(1, weight.shape[0], dtype=dtype, device=weight.device), self.plan([0], [1]))
+        self.pools.tables.release(0)
+
+    def kind_state(self, layer: StackedLayer) -> Any:
+        """What the backend shares between all layers of this layer's kind within a step."""
+        return self._kinds[layer.spec.kind.name].state
+
+    def normalise(self, layer: StackedLayer, x: torch.Tensor) -> torch.Tensor:
+        """A layer's input from the residual stream `[tokens, hidden_size]`."""
+        return rms_norm(x, layer.norm, layer.spec.model.rms_norm_eps)
+
+    def attend(
+        self, layer: StackedLayer, hidden: torch.Tensor, step: Step, selected: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One layer's attention; arguments and results as `DeepseekV4Attention.forward`."""
+        caches = self.pools.layers[layer.spec.index]
+        return layer.attention.forward(hidden, step, caches, self.kind_state(layer), selected)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """All layers: the residual stream `[tokens, hidden_size]` after the last one."""
+        for layer in self.layers:
+            x = x + self.attend(layer, self.normalise(layer, x), step)[0]
+        return x
