@@ -1,0 +1,208 @@
+"""`dsv4 run`: the attention stack of a checkpoint, prefill then decode, measured and verified.
+
+It is the attention stack, not the whole model: the residual stream starts as the embedding of the tokens, and
+each layer adds its attention. Decoding is teacher-forced with the tokens that follow.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from dsv4core.api.errors import ConfigError
+from dsv4core.cli.report import Report, print_report
+from dsv4core.cli.timing import OperationTimer
+from dsv4core.cli.tokens import Tokens, prompt_tokens, random_tokens
+from dsv4core.cli.verify import Shadow, shadow_request
+from dsv4core.config import DSV4Config
+from dsv4core.framework.platform import machine_of
+from dsv4core.framework.request import build_limits, build_request, select_configured
+from dsv4core.framework.selection import Selection, select
+from dsv4core.model.checkpoint import Checkpoint
+from dsv4core.model.shapes import PRESETS
+from dsv4core.model.tiny import write_tiny_checkpoint
+from dsv4core.stack import AttentionStack, load_layer
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One step of a run: the same number of query tokens for each request."""
+
+    phase: str
+    start: int
+    tokens: int
+
+
+def run(config: DSV4Config) -> int:
+    """Run, print the report, and return the exit code: 1 where a verification fails.
+
+    Raises:
+        DSV4Error: The configuration, the checkpoint or the backend does not allow the run.
+    """
+    device = _device(config.device)
+    checkpoint = Checkpoint.open(_checkpoint_directory(config))
+    layers = _layer_numbers(config, checkpoint)
+    checkpoint.verify(layers)
+    machine = machine_of(device)
+    limits = build_limits(config)
+    request = build_request(config, checkpoint.shape, limits, machine.platform, machine.arch)
+    selection = select_configured(config, request)
+    tokens = _tokens(config, checkpoint)
+    timer = OperationTimer(device)
+    stack = AttentionStack(
+        selection,
+        [load_layer(selection, checkpoint, i, device, timer) for i in _track(layers, "loading weights")],
+        device,
+    )
+    stack.warm_up()
+    timer.seconds.clear()
+    shadow = _shadow(config, selection, checkpoint, layers, device) if config.verify else None
+    seconds = _compute(config, stack, checkpoint, tokens, timer, shadow, device)
+    report = Report(
+        selection=selection,
+        checkpoint=checkpoint.directory,
+        specs=tuple(layer.spec for layer in stack.layers),
+        tokens=tokens,
+        prefill_tokens=config.batch * config.prefill,
+        decode_tokens=config.batch * config.decode,
+        seconds=seconds,
+        operations={phase: dict(times) for phase, times in timer.seconds.items()},
+        cache_bytes=stack.pools.nbytes,
+        peak_bytes=_peak_bytes(device),
+        device=str(device),
+        verification=shadow.result() if shadow is not None else None,
+    )
+    print_report(report, as_json=config.json)
+    return 0 if report.verification is None or report.verification.ok else 1
+
+
+def _compute(
+    config: DSV4Config,
+    stack: AttentionStack,
+    checkpoint: Checkpoint,
+    tokens: Tokens,
+    timer: OperationTimer,
+    shadow: Shadow | None,
+    device: torch.device,
+) -> dict[str, float]:
+    """Run all steps; seconds of each phase, without embedding and verification."""
+    seconds = {"prefill": 0.0, "decode": 0.0}
+    dtype = getattr(torch, config.dtype)
+    for chunk in _track(_chunks(config), "prefill and decode"):
+        timer.phase = chunk.phase
+        ids = tokens.ids[:, chunk.start : chunk.start + chunk.tokens].flatten()
+        x = checkpoint.embedding(ids).to(device=device, dtype=dtype)
+        computed, query = [chunk.start] * config.batch, [chunk.tokens] * config.batch
+        start = time.perf_counter()
+        with timer("plan"):
+            step = stack.plan(computed, query)
+        seconds[chunk.phase] += time.perf_counter() - start
+        if shadow is not None:
+            shadow.plan(computed, query)
+        for layer in stack.layers:
+            start = time.perf_counter()
+            hidden = stack.normalise(layer, x)
+            out, selected = stack.attend(layer, hidden, step)
+            x = x + out
+            seconds[chunk.phase] += time.perf_counter() - start
+            if shadow is not None:
+                shadow.compare(layer.spec.index, hidden, out, selected)
+    return seconds
+
+
+def _chunks(config: DSV4Config) -> list[Chunk]:
+    prefill = [
+        Chunk("prefill", start, min(config.chunk, config.prefill - start))
+        for start in range(0, config.prefill, config.chunk)
+    ]
+    return prefill + [Chunk("decode", config.prefill + i, 1) for i in range(config.decode)]
+
+
+def _shadow(
+    config: DSV4Config,
+    selection: Selection,
+    checkpoint: Checkpoint,
+    layers: Sequence[int],
+    device: torch.device,
+) -> Shadow:
+    reference = select(shadow_request(selection), "reference")
+    loaded = [
+        load_layer(reference, checkpoint, i, device)
+        for i in _track(layers, "loading the reference's weights")
+    ]
+    return Shadow(AttentionStack(reference, loaded, device), selection)
+
+
+def _tokens(config: DSV4Config, checkpoint: Checkpoint) -> Tokens:
+    count = config.prefill + config.decode
+    if not config.prompt:
+        return random_tokens(checkpoint.vocab_size, config.batch, count, config.seed)
+    return prompt_tokens(config.prompt, checkpoint.directory, checkpoint.vocab_size, config.batch, count)
+
+
+def _layer_numbers(config: DSV4Config, checkpoint: Checkpoint) -> list[int]:
+    count = checkpoint.shape.num_hidden_layers
+    layers = list(range(count)) if config.layers is None else list(config.layers)
+    beyond = [index for index in layers if index >= count]
+    if beyond:
+        raise ConfigError(
+            f"layers={layers}: layer {beyond[0]} does not exist; the checkpoint has {count} layers."
+        )
+    if len(set(layers)) < len(layers):
+        raise ConfigError(
+            f"layers={layers} names a layer twice, and each has one set of caches; name it once."
+        )
+    return layers
+
+
+def _checkpoint_directory(config: DSV4Config) -> Path:
+    """The asked checkpoint, or one with random weights, written on first use."""
+    if config.checkpoint is not None:
+        return Path(config.checkpoint).expanduser()
+    shape = PRESETS[config.model.name]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "dsv4core" / f"{config.model.name}-seed{config.seed}"
+    if not directory.exists():
+        print(f"dsv4: writing a checkpoint with random weights to {directory}", file=sys.stderr)
+        write_tiny_checkpoint(directory, shape, config.seed)
+    return directory
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name} is not a torch device; use auto, cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}: this torch ({torch.__version__}) sees no GPU; use device=cpu.")
+    return device
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _track(items: Iterable[Item], what: str) -> Iterable[Item]:
+    """A progress bar on stderr while the items are worked on; nothing where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return items
+    return track(list(items), what, console=console, transient=True)
