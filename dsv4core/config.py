@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsv4core.api import BackendOptions, ConfigError
 from dsv4core.framework.selection import DEFAULT_ORDER
+from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES
 
 DTYPES = ("bfloat16", "float32")
 
@@ -86,6 +87,12 @@ class DSV4Config:
             raise ConfigError("prefill=0 and decode=0 leave nothing to run; set one of them.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype} is not known; use {' or '.join(DTYPES)}.")
+        for name, table in {"kv_cache_dtype": KV_CACHE_DTYPES, "index_dtype": INDEX_DTYPES}.items():
+            if getattr(self, name) not in table:
+                *names, last = table
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not known; use {', '.join(names)} or {last}."
+                )
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise ConfigError(f"layers={self.layers} cannot be run; give numbers from 0 on, or null for all.")
 

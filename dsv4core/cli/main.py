@@ -138,11 +138,16 @@ def _refuse_prompt(command: str, arguments: Arguments) -> None:
         raise ConfigError(f"dsv4 {command} takes no --prompt; only dsv4 run computes with one.")
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is when a message comes, not when the handler was made."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"dsv4: {self.format(record)}", file=sys.stderr)
+
+
 def _log_to_stderr() -> None:
     """Show dsv4core's own log (which backend was chosen and why) without touching other loggers."""
     logger = logging.getLogger("dsv4core")
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("dsv4: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_StderrHandler())
     logger.setLevel(logging.INFO)

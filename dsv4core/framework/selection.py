@@ -123,7 +123,7 @@ def _select_named(
 ) -> Selection:
     result = _qualify(request, name, records, options)
     if isinstance(result, Selection):
-        logger.info("backend=%s runs, as asked: %s.", name, _source(result.backend))
+        logger.debug("backend=%s runs, as asked: %s.", name, _source(result.backend))
         return replace(result, decisions=(Decision(name, "chosen"),), asked=name)
     others = [_judge(request, other, records) for other in records if other != name]
     able = ", ".join(other.backend for other in others if other.verdict == "could-run")

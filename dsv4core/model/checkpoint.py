@@ -148,11 +148,14 @@ class Checkpoint:
         lines = list(dict.fromkeys(problems))
         if not lines:
             return
+        where = f"The checkpoint in {self.directory} cannot be used:"
+        if len(lines) == 1:
+            raise CheckpointError(f"{where} {lines[0]}")
         shown = lines[:_MOST_LINES]
         if len(lines) > _MOST_LINES:
             shown.append(f"… and {len(lines) - _MOST_LINES} more.")
         text = "\n  ".join(shown)
-        raise CheckpointError(f"The tensors in {self.directory} do not fit its config.json:\n  {text}")
+        raise CheckpointError(f"{where}\n  {text}")
 
     def _weight(self, match: Match, rank: int, tp_size: int) -> Weight:
         """One rank's part of a tensor, on the CPU, its values checked."""

@@ -51,7 +51,7 @@ def test_a_named_backend_is_chosen(
     install: Install, request_: Request, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("acme")
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger="dsv4core")
     selection = select(request_, "acme")
     assert selection.backend.name == "acme"
     assert selection.request is request_
