@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,6 +109,7 @@ def _run(arguments: Arguments) -> int:
     if arguments.prompt is not None:
         config.prompt = arguments.prompt
     _log_to_stderr()
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; nothing here uses it
     from dsv4core.cli.run import run
 
     return run(config)

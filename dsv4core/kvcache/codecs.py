@@ -5,30 +5,9 @@ from __future__ import annotations
 import torch
 
 from dsv4core.api.kvcache import KVCacheFormat
+from dsv4core.fp8 import FP8_MAX, MIN_AMAX, power_of_two_exponent, to_fp8
 
-MIN_AMAX = 1e-4  # floor of a tile's largest magnitude: an all-zero tile gets exponent -22, byte 105
 E8M0_BIAS = 127
-
-FP8_MAX = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}  # FNUZ writers clamp at 224, half of OCP's largest code
-
-
-def power_of_two_exponent(amax: torch.Tensor, fp8_max: float) -> torch.Tensor:
-    """`ceil(log2(max(amax, 1e-4) / fp8_max))` without the rounding of a logarithm.
-
-    Args:
-        amax: fp32 largest magnitudes.
-
-    Returns:
-        int32 exponents of the same shape; 128 where `amax` is infinite or NaN, so that the row shows it.
-    """
-    mantissa, exponent = torch.frexp(amax.clamp_min(MIN_AMAX) / fp8_max)
-    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.where(amax.isfinite(), exponent, 128)
-
-
-def to_fp8(values: torch.Tensor, dtype: torch.dtype, fp8_max: float) -> torch.Tensor:
-    """Clamp to ±`fp8_max` and round to the nearest code, ties to even; NaN stays NaN."""
-    return values.clamp(-fp8_max, fp8_max).to(dtype)
 
 
 def _quantize_tiles(
@@ -36,10 +15,10 @@ def _quantize_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 codes and int32 exponents of `values` `[rows, width]`, rounded to bf16 first."""
     assert format.fp8 is not None
-    fp8_max = FP8_MAX[format.fp8]
     tiles = values.to(torch.bfloat16).float().unflatten(-1, (-1, tile))
-    exponent = power_of_two_exponent(tiles.abs().amax(-1), fp8_max)
-    codes = to_fp8(torch.ldexp(tiles, -exponent.unsqueeze(-1)), _dtype(format, 0), fp8_max)
+    amax = tiles.abs().amax(-1).clamp_min(MIN_AMAX)
+    exponent = power_of_two_exponent(amax, FP8_MAX[format.fp8])
+    codes = to_fp8(torch.ldexp(tiles, -exponent.unsqueeze(-1)), format.fp8)
     return codes.flatten(-2), exponent
 
 
@@ -76,7 +55,7 @@ def encode_rows(
     if format.scale == "tensor":
         assert format.fp8 is not None
         scaled = rows.float() if scale is None else rows.float() * scale.reciprocal()
-        return [_bytes(to_fp8(scaled, _dtype(format, 0), FP8_MAX[format.fp8]))]
+        return [_bytes(to_fp8(scaled, format.fp8))]
     return [_bytes(rows.to(_dtype(format, 0)))]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-FP8_MAX = 448.0
+from dsv4core.fp8 import FP8_MAX, power_of_two_exponent, to_fp8
+
 _E8M0_BIAS = 127
 
 
@@ -27,12 +28,11 @@ def quantize_block(
     rows, columns = weight.shape
     padded = pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
     amax = padded.abs().unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).amax(dim=(1, 3))
-    # frexp gives 0.5 <= mantissa < 1, so the exponent is the exact ceil(log2) except at powers of two.
-    mantissa, exponent = torch.frexp(amax / FP8_MAX)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-_E8M0_BIAS, _E8M0_BIAS)
+    amax = torch.where(amax > 0, amax, FP8_MAX["e4m3fn"])
+    exponent = power_of_two_exponent(amax).clamp(-_E8M0_BIAS, _E8M0_BIAS)
     scale = (exponent + _E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
     data = weight.float() / _spread(scale, rows, columns, block)
-    return data.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+    return to_fp8(data), scale
 
 
 def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

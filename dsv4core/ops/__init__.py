@@ -13,6 +13,7 @@ from dsv4core.ops.o_proj import o_proj
 from dsv4core.ops.qk_norm_rope_insert import qk_norm_rope_insert
 from dsv4core.ops.sparse_indices import (
     entry_slots,
+    gathered_indices,
     mixed_sparse_indices,
     visible_entries,
     window_slots,
@@ -22,6 +23,7 @@ from dsv4core.ops.sparse_mla import sparse_mla
 __all__ = [
     "compress",
     "entry_slots",
+    "gathered_indices",
     "index_logits",
     "index_query",
     "index_topk",

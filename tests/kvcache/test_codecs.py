@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from dsv4core.fp8 import MIN_AMAX, power_of_two_exponent
 from dsv4core.kvcache import allocate_cache, cache_layout, decode_rows, encode_rows, with_fp8_flavour
-from dsv4core.kvcache.codecs import power_of_two_exponent
 from dsv4core.model.rope import rope_table, rotate
 from dsv4core.model.shapes import PRESETS
 
@@ -54,7 +54,7 @@ def test_rounding_follows_the_power_of_two_scale():
 def test_exponent_is_the_exact_ceiling_for_every_bfloat16_magnitude():
     bits = torch.arange(0, 0x7F80, dtype=torch.int32).to(torch.int16)
     amax = bits.view(torch.bfloat16).float()
-    exponent = power_of_two_exponent(amax, 448.0)
+    exponent = power_of_two_exponent(amax.clamp_min(MIN_AMAX))
     for value, found in zip(amax.tolist()[::17], exponent.tolist()[::17], strict=True):
         floor = max(value, float(torch.tensor(1e-4)))
         assert math.ldexp(448.0, found) >= floor > math.ldexp(448.0, found - 1)

@@ -3,8 +3,14 @@
 import torch
 
 from dsv4core.api import C4A, C128A
-from dsv4core.ops import entry_slots, mixed_sparse_indices, visible_entries, window_slots
-from dsv4core.step import entry_slot_mapping
+from dsv4core.ops import (
+    entry_slots,
+    gathered_indices,
+    mixed_sparse_indices,
+    visible_entries,
+    window_slots,
+)
+from dsv4core.step import GatherChunk, entry_slot_mapping, gathered_tokens, plan_gather
 
 
 def test_window_of_the_mixed_table_example():
@@ -21,7 +27,8 @@ def test_window_of_the_mixed_table_example():
 
 def test_window_only_table_counts_all_its_columns():
     zero = torch.zeros(1, dtype=torch.int32)
-    window = window_slots(torch.tensor([3]), zero, torch.tensor([[0]], dtype=torch.int32), 4, 8)
+    window = window_slots(torch.tensor([3]), zero, torch.tensor([[0]], dtype=torch.int32), 4, 4)
+    window = torch.nn.functional.pad(window, (0, 4), value=-1)  # a table of 8 columns for a window of 4
     mixed, lengths = mixed_sparse_indices(window, None, (4, 4), (4, 4))
     assert mixed.tolist() == [[0, 1, 2, 3, -1, -1, -1, -1]]
     assert lengths.tolist() == [8]
@@ -53,6 +60,23 @@ def test_c128a_example():
     assert local[2:, :4].tolist() == [[0, 1, 2, -1], [0, 1, 2, 3]]
     slots = entry_slots(local[:2], requests[:2], torch.tensor([[3], [5]], dtype=torch.int32), page_size=512)
     assert slots.tolist() == [[1536, 1537] + [-1] * 6, [2560, 2561, 2562, 2563] + [-1] * 4]
+
+
+def test_gathered_indices_example():
+    # Window 4, ratio 4; requests of 10 tokens (3 of them queries) and 5 (all queries): N = 2, M = 8.
+    first_token = torch.tensor([10 - gathered_tokens(3, 10, 4), 5 - gathered_tokens(5, 5, 4)])
+    chunk = next(plan_gather([3, 5], [10, 5], C4A, 4, 1000))
+    assert (first_token.tolist(), chunk) == ([4, 0], GatherChunk(0, 2, entries=2, rows=8))
+    selected = torch.tensor([[1, 0], [-1, -1]], dtype=torch.int32)
+    table, lengths = gathered_indices(
+        selected, torch.tensor([7, 2]), torch.tensor([0, 1]), first_token, chunk.entries, chunk.rows, 4
+    )
+    assert table.shape == (2, 128)
+    assert table[0, :7].tolist() == [1, 0, 2, 3, 4, 5, -1]
+    assert table[1, :4].tolist() == [10, 11, 12, -1]
+    assert lengths.tolist() == [6, 3]
+    table, lengths = gathered_indices(None, torch.tensor([7]), torch.tensor([0]), first_token, 0, 6, 4)
+    assert (table[0, :5].tolist(), lengths.tolist()) == ([0, 1, 2, 3, -1], [4])
 
 
 def test_out_of_range_rows_and_entries_become_nothing():

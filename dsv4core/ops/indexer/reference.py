@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dsv4core.api.step import CacheTable
+from dsv4core.fp8 import MIN_AMAX, power_of_two_exponent, to_fp8
 from dsv4core.kvcache import KVCache
-from dsv4core.kvcache.codecs import FP8_MAX, power_of_two_exponent, to_fp8
 from dsv4core.model.rope import rotate
 from dsv4core.step.slots import slot_mapping
 
@@ -34,10 +34,8 @@ def index_query(
     folded = weights.float()
     if index_dtype == "fp8":
         rounded = rotated.bfloat16().float()
-        exponent = power_of_two_exponent(rounded.abs().amax(-1), FP8_MAX["e4m3fn"])
-        rotated = to_fp8(
-            torch.ldexp(rounded, -exponent.unsqueeze(-1)), torch.float8_e4m3fn, FP8_MAX["e4m3fn"]
-        )
+        exponent = power_of_two_exponent(rounded.abs().amax(-1).clamp_min(MIN_AMAX))
+        rotated = to_fp8(torch.ldexp(rounded, -exponent.unsqueeze(-1)))
         folded = torch.ldexp(folded, exponent)
     elif index_dtype == "bf16":
         rotated = rotated.bfloat16()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4core.kvcache.codecs import FP8_MAX, to_fp8
+from dsv4core.fp8 import power_of_two_exponent, to_fp8
 from dsv4core.model.rope import rotate_back
 
 BLOCK = 128
@@ -26,8 +26,6 @@ def inverse_rope_quant(
         the smallest power of two that brings the block's largest magnitude (at least 1e-10) to 448 or less.
     """
     blocks = rotate_back(attention.float(), positions, rope).unflatten(-1, (-1, BLOCK))
-    mantissa, exponent = torch.frexp(blocks.abs().amax(-1).clamp_min(MIN_AMAX) / FP8_MAX["e4m3fn"])
-    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent)
-    codes = to_fp8(blocks / scale.unsqueeze(-1), torch.float8_e4m3fn, FP8_MAX["e4m3fn"])
-    return codes.flatten(-2), scale
+    amax = blocks.abs().amax(-1).clamp_min(MIN_AMAX)
+    scale = torch.ldexp(torch.ones_like(amax), power_of_two_exponent(amax))
+    return to_fp8(blocks / scale.unsqueeze(-1)).flatten(-2), scale

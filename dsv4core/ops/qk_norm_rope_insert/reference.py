@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dsv4core.fp8 import to_fp8
 from dsv4core.kvcache import KVCache
-from dsv4core.kvcache.codecs import FP8_MAX, to_fp8
 from dsv4core.model.rope import rotate
 from dsv4core.ops.norm import rms_norm
 
@@ -48,6 +48,5 @@ def qk_norm_rope_insert(
     if padded_heads is not None and padded_heads > q.shape[1]:
         rotated = torch.nn.functional.pad(rotated, (0, 0, 0, padded_heads - q.shape[1]))
     if q_dtype == torch.float8_e4m3fn:
-        scaled = rotated if q_scale is None else rotated * q_scale.reciprocal()
-        return to_fp8(scaled, q_dtype, FP8_MAX["e4m3fn"])
+        return to_fp8(rotated if q_scale is None else rotated * q_scale.reciprocal())
     return rotated.to(q_dtype or q.dtype)

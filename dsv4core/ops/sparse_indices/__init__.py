@@ -2,9 +2,10 @@
 
 from dsv4core.ops.sparse_indices.reference import (
     entry_slots,
+    gathered_indices,
     mixed_sparse_indices,
     visible_entries,
     window_slots,
 )
 
-__all__ = ["entry_slots", "mixed_sparse_indices", "visible_entries", "window_slots"]
+__all__ = ["entry_slots", "gathered_indices", "mixed_sparse_indices", "visible_entries", "window_slots"]

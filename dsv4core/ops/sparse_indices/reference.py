@@ -68,6 +68,44 @@ def entry_slots(
     return slot_mapping(block_table, requests, torch.where(known, selected, -1).long(), page_size).int()
 
 
+def gathered_indices(
+    selected: torch.Tensor | None,
+    positions: torch.Tensor,
+    token_to_request: torch.Tensor,
+    first_token: torch.Tensor,
+    entries: int,
+    rows: int,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a workspace that holds each request's entries, then its window tokens.
+
+    Args:
+        selected: `[tokens, k]` int32 request-local entries, valid ones first, then -1; None without a
+            compressor.
+        positions: `[tokens]` int64.
+        token_to_request: `[tokens]` request within the workspace.
+        first_token: `[requests]` position of each request's first gathered window token.
+        entries: Rows for entries at the front of each request.
+        rows: Rows of each request.
+        window: Tokens that a query sees, its own included.
+
+    Returns:
+        `[tokens, round_up(k + window, 128)]` int32, entries first, then window tokens, without a gap, -1 at
+        the tail; and `[tokens]` int32 lengths. 128 suits FlashMLA's prefill at 64 and at 128 heads.
+    """
+    request = token_to_request.long()[:, None]
+    if selected is None:
+        selected = torch.empty(positions.shape[0], 0, dtype=torch.int32, device=positions.device)
+    seen = positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
+    local = torch.where(seen >= 0, entries + seen - first_token.long()[request.flatten(), None], -1)
+    local = torch.cat([selected.long(), local], dim=1)
+    table = torch.where(local >= 0, local + rows * request, -1)
+    order = (table < 0).int().argsort(dim=-1, stable=True)  # valid ones to the front, in their order
+    width = round_up(table.shape[1], 128)
+    table = torch.nn.functional.pad(table.gather(1, order), (0, width - table.shape[1]), value=-1)
+    return table.int(), (table >= 0).sum(-1, dtype=torch.int32)
+
+
 def mixed_sparse_indices(
     window: torch.Tensor,
     compressed: torch.Tensor | None,
