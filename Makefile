@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

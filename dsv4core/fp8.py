@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 FP8_MAX = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}  # FNUZ writers clamp at 224, half of OCP's largest code
@@ -9,7 +11,7 @@ MIN_AMAX = 1e-4  # floor of a cached tile's magnitude: an all-zero tile gets exp
 
 
 def power_of_two_exponent(amax: torch.Tensor, fp8_max: float = FP8_MAX["e4m3fn"]) -> torch.Tensor:
-    """`ceil(log2(amax / fp8_max))`, exact: from the float's own exponent, without a logarithm.
+    """`ceil(log2(amax / fp8_max))`, exact on any device: no logarithm, and no division, which GPUs round.
 
     Args:
         amax: Positive fp32 magnitudes.
@@ -17,9 +19,9 @@ def power_of_two_exponent(amax: torch.Tensor, fp8_max: float = FP8_MAX["e4m3fn"]
     Returns:
         int32 exponents of the same shape; 128 where `amax` is infinite or NaN, so that the scale shows it.
     """
-    mantissa, exponent = torch.frexp(amax / fp8_max)  # 0.5 <= mantissa < 1
-    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.where(amax.isfinite(), exponent, 128)
+    limit, power = math.frexp(fp8_max)  # 448 is 0.875 * 2 ** 9
+    mantissa, exponent = torch.frexp(amax)
+    return torch.where(amax.isfinite(), exponent - power + (mantissa > limit).int(), 128)
 
 
 def to_fp8(values: torch.Tensor, flavour: str = "e4m3fn") -> torch.Tensor:

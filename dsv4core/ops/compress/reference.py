@@ -85,8 +85,10 @@ def _pool(
         window_values[which, row] = read_values[picked, half[row]]
         window_scores[which, row] = read_scores[picked, half[row]]
     nothing = (position < 0).unsqueeze(-1)
-    weights = window_scores.masked_fill(nothing, float("-inf")).softmax(dim=1)
-    return (weights * window_values.masked_fill(nothing, 0.0)).sum(dim=1)
+    window_scores = window_scores.masked_fill(nothing, float("-inf"))
+    # Written out, because torch's softmax rounds a row differently in another batch (seen with AVX-512).
+    weights = (window_scores - window_scores.amax(dim=1, keepdim=True)).exp()
+    return (weights * window_values.masked_fill(nothing, 0.0)).sum(dim=1) / weights.sum(dim=1)
 
 
 def _cached_rows(
