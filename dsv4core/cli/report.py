@@ -131,12 +131,12 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "tokens", report.tokens.source
     yield "KV caches", _layout(layout)
     per_token = bytes_per_token(report.specs, layout)
-    yield "", f"{per_token:,.2f} B a token of context; pools of {_size(report.cache_bytes)}"
+    yield "", f"{per_token:,.2f} B a token of context; pools of {human_bytes(report.cache_bytes)}"
     for phase, tokens in (("prefill", report.prefill_tokens), ("decode", report.decode_tokens)):
         rate = report.rate(phase)
         if rate is not None:
             yield phase, f"{rate:,.1f} tokens/s ({tokens} tokens in {report.seconds[phase]:.2f} s)"
-    yield "memory", f"{_size(report.peak_bytes)} at most"
+    yield "memory", f"{human_bytes(report.peak_bytes)} at most"
     if report.verification is not None:
         yield from _verification(report.verification)
 
@@ -188,7 +188,8 @@ def _operation_rows(report: Report) -> Iterator[list[str]]:
         yield cells
 
 
-def _size(count: float) -> str:
+def human_bytes(count: float) -> str:
+    """A number of bytes in the largest unit that it reaches, up to GiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.1f} {unit}"

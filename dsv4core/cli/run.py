@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 
 from dsv4core.api.errors import ConfigError
-from dsv4core.cli.report import Report, print_report
+from dsv4core.api.model import ModelShape
+from dsv4core.cli.report import Report, human_bytes, print_report
 from dsv4core.cli.timing import OperationTimer
 from dsv4core.cli.tokens import Tokens, prompt_tokens, random_tokens
 from dsv4core.cli.verify import Shadow, shadow_request
@@ -27,8 +28,8 @@ from dsv4core.framework.platform import machine_of
 from dsv4core.framework.request import build_limits, build_request, select_configured
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.checkpoint import Checkpoint
+from dsv4core.model.random_checkpoint import random_checkpoint_bytes, write_random_checkpoint
 from dsv4core.model.shapes import PRESETS
-from dsv4core.model.tiny import write_tiny_checkpoint
 from dsv4core.stack import AttentionStack, load_layer
 
 Item = TypeVar("Item")
@@ -51,7 +52,7 @@ def run(config: DSV4Config) -> int:
     """
     device = _device(config.device)
     checkpoint = Checkpoint.open(_checkpoint_directory(config))
-    layers = _layer_numbers(config, checkpoint)
+    layers = _layer_numbers(config, checkpoint.shape)
     checkpoint.verify(layers)
     machine = machine_of(device)
     limits = build_limits(config)
@@ -150,14 +151,12 @@ def _tokens(config: DSV4Config, checkpoint: Checkpoint) -> Tokens:
     return prompt_tokens(config.prompt, checkpoint.directory, checkpoint.vocab_size, config.batch, count)
 
 
-def _layer_numbers(config: DSV4Config, checkpoint: Checkpoint) -> list[int]:
-    count = checkpoint.shape.num_hidden_layers
+def _layer_numbers(config: DSV4Config, shape: ModelShape) -> list[int]:
+    count = shape.num_hidden_layers
     layers = list(range(count)) if config.layers is None else list(config.layers)
     beyond = [index for index in layers if index >= count]
     if beyond:
-        raise ConfigError(
-            f"layers={layers}: layer {beyond[0]} does not exist; the checkpoint has {count} layers."
-        )
+        raise ConfigError(f"layers={layers}: layer {beyond[0]} does not exist; the model has {count} layers.")
     if len(set(layers)) < len(layers):
         raise ConfigError(
             f"layers={layers} names a layer twice, and each has one set of caches; name it once."
@@ -170,11 +169,14 @@ def _checkpoint_directory(config: DSV4Config) -> Path:
     if config.checkpoint is not None:
         return Path(config.checkpoint).expanduser()
     shape = PRESETS[config.model.name]
+    _layer_numbers(config, shape)  # refused before anything is written
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "dsv4core" / f"{config.model.name}-seed{config.seed}"
+    only = "" if config.layers is None else "-layers" + "-".join(map(str, config.layers))
+    directory = cache / "dsv4core" / f"{config.model.name}-seed{config.seed}{only}"
     if not directory.exists():
-        print(f"dsv4: writing a checkpoint with random weights to {directory}", file=sys.stderr)
-        write_tiny_checkpoint(directory, shape, config.seed)
+        size = human_bytes(random_checkpoint_bytes(shape, config.layers))
+        print(f"dsv4: writing a checkpoint with random weights ({size}) to {directory}", file=sys.stderr)
+        write_random_checkpoint(directory, shape, config.seed, config.layers)
     return directory
 
 

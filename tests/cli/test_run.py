@@ -1,6 +1,7 @@
 """`dsv4 run` as a user meets it: the table, the JSON, verification, prompts, and mistakes in one line."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -29,7 +30,8 @@ def cache_home(tiny_checkpoint, tmp_path, monkeypatch):
     """A cache that has the tiny checkpoint already."""
     home = tmp_path / "cache"
     (home / "dsv4core").mkdir(parents=True)
-    (home / "dsv4core" / "tiny-seed0").symlink_to(tiny_checkpoint)
+    for layers in ("", "-layers0", "-layers1", "-layers2", "-layers0-1-2"):
+        (home / "dsv4core" / f"tiny-seed0{layers}").symlink_to(tiny_checkpoint)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
 
@@ -113,12 +115,29 @@ def test_the_same_seed_gives_the_same_run(capsys, tiny_checkpoint):
 
 
 def test_the_default_checkpoint_is_written_on_first_use(capsys, cache_home):
-    (cache_home / "dsv4core" / "tiny-seed0").unlink()
-    assert main(["run", *SHORT, "layers=[0]"]) == 0
-    assert "writing a checkpoint with random weights to" in capsys.readouterr().err
-    assert (cache_home / "dsv4core" / "tiny-seed0" / "config.json").is_file()
-    assert main(["run", *SHORT, "layers=[0]"]) == 0
+    folder = cache_home / "dsv4core" / "tiny-seed0-layers1"
+    folder.unlink()
+    assert main(["run", *SHORT, "layers=[1]"]) == 0
+    assert f"writing a checkpoint with random weights (4.0 MiB) to {folder}" in capsys.readouterr().err
+    written = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    assert written == pytest.approx(4.0, rel=0.02)
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name.split(".")[1] for name in names} == {"1", "weight"}
+    assert main(["run", *SHORT, "layers=[1]"]) == 0
     assert "writing a checkpoint" not in capsys.readouterr().err
+
+
+def test_a_layer_has_the_same_weights_alone(capsys, cache_home):
+    _, among_all = run_json(capsys, *SHORT, "layers=[1]", "verify=true")
+    (cache_home / "dsv4core" / "tiny-seed0-layers1").unlink()
+    _, alone = run_json(capsys, *SHORT, "layers=[1]", "verify=true")
+    assert alone["verify"] == among_all["verify"]
+
+
+def test_a_cache_that_cannot_be_written(capsys, cache_home):
+    folder = cache_home / "dsv4core" / "tiny-seed5"
+    (cache_home / "dsv4core" / f".{folder.name}.{os.getpid()}").write_text("in the way")
+    assert one_line(capsys, "seed=5", "layers=null") == f"dsv4: {folder} cannot be written: File exists."
 
 
 def test_only_decode_or_only_prefill(capsys):
@@ -152,7 +171,8 @@ def one_line(capsys, *overrides):
     """Run a mistake; what the user sees."""
     assert main(["run", *SHORT, *overrides]) == 2
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if "chose reference" not in line]
+    progress = ("chose reference", "writing a checkpoint")
+    lines = [line for line in captured.err.splitlines() if not any(text in line for text in progress)]
     assert captured.out == ""
     assert len(lines) == 1, captured.err
     return lines[0]
@@ -212,7 +232,7 @@ def test_nan_in_a_weight(capsys, tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["layers=[1,9]"], "layers=[1, 9]: layer 9 does not exist; the checkpoint has 5 layers."),
+        (["layers=[1,9]"], "layers=[1, 9]: layer 9 does not exist; the model has 5 layers."),
         (
             ["layers=[1,1]"],
             "layers=[1, 1] names a layer twice, and each has one set of caches; name it once.",

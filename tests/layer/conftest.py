@@ -34,13 +34,14 @@ def make_stack(checkpoint):
         decode_query_len=1,
         rank=0,
         ranks=1,
+        max_query_len=None,
     ):
         request = Request(
             platform="cpu",
             arch="",
             model=checkpoint.shape,
             num_heads=checkpoint.shape.num_attention_heads // ranks,
-            limits=Limits(requests * length, requests, length, length),
+            limits=Limits(requests * length, requests, length, max_query_len or length),
             kv_cache_dtype=kv,
             index_dtype=index,
             dtype=dtype,

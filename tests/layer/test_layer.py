@@ -8,7 +8,7 @@ import torch
 
 from dsv4core import ops
 from dsv4core.api import C4A, C128A
-from dsv4core.model.rope import rotate_back
+from dsv4core.model.rope import rotate, rotate_back
 from tests.layer.conftest import KINDS, attend, hidden_states, rows_of, run_alone
 
 kinds = pytest.mark.parametrize("kind", list(KINDS))
@@ -244,15 +244,46 @@ def test_short_contexts_choose_all_entries_as_the_indexer_would(make_stack):
     assert (C4A.visible_entries(256), C128A.visible_entries(255)) == (64, 1)
 
 
-@pytest.mark.parametrize("positions", [range(254, 262)])
-def test_selectivity_boundary(make_stack, positions):
-    """The first entry that has to be dropped is dropped, and it is the one with the lowest score."""
+@pytest.mark.parametrize("length", [255, 256, 259, 260, 264, 300])
+def test_chosen_entries_are_those_with_the_highest_scores(make_stack, length):
+    """Around the length at which the first of 64 entries has to be dropped."""
     stack = make_stack([1], length=300)
-    layer, x = stack.layers[0], hidden_states(300)
-    step = stack.plan([0], [300])
+    layer, x = stack.layers[0], hidden_states(length)
+    step = stack.plan([0], [length])
     _, selected = stack.attend(layer, x, step)
-    for position in positions:
-        visible = C4A.visible_entries(position + 1)
-        chosen = [e for e in selected[position].tolist() if e >= 0]
-        assert len(chosen) == min(64, visible)
-        assert max(chosen) < visible
+    projected, caches = layer.attention.project(x), stack.pools.layers[1]
+    entries = torch.arange(length // 4)
+    keys = caches.index.read(_slots(stack.pools.tables.context, entries, 64)).double()
+    q = rotate(projected.index_q, step.positions, layer.attention.rope).double()
+    weights = projected.index_weights.double()
+    for position in range(length - 12, length):
+        visible = (position + 1) // 4
+        scores = weights[position] @ (q[position] @ keys[:visible].T).relu()
+        best = scores.topk(min(64, visible)).indices.sort().values
+        chosen = selected[position]
+        assert chosen[chosen >= 0].tolist() == best.tolist()
+        assert (chosen[len(best) :] == -1).all()
+
+
+def test_the_window_ring_is_just_long_enough(make_stack):
+    """127 tokens before a chunk of 66 are the 193rd row: one row less would not need the fourth page."""
+    length, chunk = 330, 66
+    whole = make_stack([0], length=length)
+    projected = project(whole, whole.layers[0], length)
+    expected = run_alone(whole, whole.layers[0], projected, [length])
+    stack = make_stack([0], length=length, max_query_len=chunk)
+    assert stack.pools.tables.window.num_pages == 4
+    out = run_alone(stack, stack.layers[0], projected, [chunk] * 5)
+    torch.testing.assert_close(out, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["c4a", "c128a"])
+def test_the_state_ring_wraps_many_times(make_stack, kind):
+    length = 700
+    whole = make_stack([KINDS[kind]], length=length)
+    projected = project(whole, whole.layers[0], length)
+    expected = run_alone(whole, whole.layers[0], projected, [length])
+    stack = make_stack([KINDS[kind]], length=length, max_query_len=300)
+    chunks = [300, 1, 1, 1, 5, 131, *[1] * 11, 250]
+    out = run_alone(stack, stack.layers[0], projected, chunks)
+    torch.testing.assert_close(out, expected, **CLOSE)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4core.api import C4A, C128A, SWA, ModelShape, RopeParameters, YarnParameters
+from dsv4core.model.random_checkpoint import write_random_checkpoint
 from dsv4core.model.shapes import PRESETS
-from dsv4core.model.tiny import write_tiny_checkpoint
 
 SMALL = replace(
     PRESETS["tiny"],
@@ -52,7 +52,7 @@ class Content:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
-    write_tiny_checkpoint(directory)
+    write_random_checkpoint(directory)
     return directory
 
 
@@ -64,7 +64,7 @@ def small_shape() -> ModelShape:
 @pytest.fixture(scope="session")
 def small_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints") / "small"
-    write_tiny_checkpoint(directory, SMALL)
+    write_random_checkpoint(directory, SMALL)
     return directory
 
 

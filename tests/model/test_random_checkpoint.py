@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import dsv4core.model.tiny as tiny_module
+import dsv4core.model.random_checkpoint as module
 from dsv4core.api import CheckpointError, ModelShape
 from dsv4core.model.blocks import dequantize_block
 from dsv4core.model.checkpoint import Checkpoint
+from dsv4core.model.random_checkpoint import write_random_checkpoint
 from dsv4core.model.shapes import PRESETS, load_model_shape
-from dsv4core.model.tiny import write_tiny_checkpoint
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -23,7 +23,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def test_two_runs_write_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "again")
+    write_random_checkpoint(tmp_path / "again")
     assert digests(tmp_path / "again") == digests(tiny)
     assert list(digests(tiny)) == [
         "config.json",
@@ -34,7 +34,7 @@ def test_two_runs_write_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_seed_changes_values(small_shape: ModelShape, small_directory: Path, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "other", small_shape, seed=1)
+    write_random_checkpoint(tmp_path / "other", small_shape, seed=1)
     mine, other = digests(small_directory), digests(tmp_path / "other")
     assert mine["config.json"] == other["config.json"]
     assert mine["model-00001-of-00002.safetensors"] != other["model-00001-of-00002.safetensors"]
@@ -87,12 +87,12 @@ def test_scores_have_spread_and_sinks_count(tiny: Path) -> None:
 def test_existing_directory_is_left_alone(small_shape: ModelShape, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine")
     with pytest.raises(CheckpointError, match="is there already; remove it or name another directory"):
-        write_tiny_checkpoint(tmp_path, small_shape)
+        write_random_checkpoint(tmp_path, small_shape)
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
 
 def test_empty_directory_is_filled(small_shape: ModelShape, small_directory: Path, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path, small_shape)
+    write_random_checkpoint(tmp_path, small_shape)
     assert digests(tmp_path) == digests(small_directory)
 
 
@@ -102,7 +102,7 @@ def test_interruption_leaves_nothing(
     def interrupt(path: Path, content: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiny_module, "_write_json", interrupt)
+    monkeypatch.setattr(module, "_write_json", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_tiny_checkpoint(tmp_path / "cache" / "tiny", small_shape)
+        write_random_checkpoint(tmp_path / "cache" / "tiny", small_shape)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -1,4 +1,4 @@
-"""A small checkpoint with made-up weights, in the official format: for tests, examples and the first run."""
+"""A checkpoint with random weights in the official format: for tests, measurements and the first run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ QUANTIZATION: dict[str, Any] = {
 }
 
 
-def write_tiny_checkpoint(directory: str | Path, shape: ModelShape = PRESETS["tiny"], seed: int = 0) -> None:
+def write_random_checkpoint(
+    directory: str | Path,
+    shape: ModelShape = PRESETS["tiny"],
+    seed: int = 0,
+    layers: Sequence[int] | None = None,
+) -> None:
     """Write an attention-only checkpoint of `shape` to `directory`: config.json, two shards and an index.
 
     Official names and dtypes: FP8 E4M3 weights with E8M0 scales of 128 x 128, BF16 norms, compressor
@@ -37,56 +43,78 @@ def write_tiny_checkpoint(directory: str | Path, shape: ModelShape = PRESETS["ti
     bytes. Scores spread by a few units, so attention is not uniform. The directory appears whole or not at
     all.
 
+    Args:
+        directory: A new directory.
+        shape: The model.
+        seed: A layer's weights depend on it and on the layer's number only.
+        layers: Layers to write; None writes all, draft layers included.
+
     Raises:
-        CheckpointError: `directory` exists and is not empty.
+        CheckpointError: `directory` exists and is not empty, or cannot be written.
         ConfigError: `shape` has no official spelling.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} is there already; remove it or name another directory.")
-    directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = directory.parent / f".{directory.name}.{os.getpid()}"
-    unfinished.mkdir()
     try:
-        _write(unfinished, shape, seed)
+        unfinished.mkdir(parents=True)
+        _write(unfinished, shape, seed, _all_layers(shape) if layers is None else layers)
         unfinished.rename(directory)
+    except OSError as error:
+        if not any(directory.glob("config.json")):  # else another process was faster, with the same bytes
+            raise CheckpointError(f"{directory} cannot be written: {error.strerror}.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write(directory: Path, shape: ModelShape, seed: int) -> None:
+def random_checkpoint_bytes(shape: ModelShape, layers: Sequence[int] | None = None) -> int:
+    """Bytes of the tensors that `write_random_checkpoint` writes, scales excluded."""
+    elements = sum(
+        math.prod(spec.shape) * (1 if spec.dtypes == QUANTISED else 2)
+        for index in (_all_layers(shape) if layers is None else layers)
+        for spec in layer_tensors(shape, layer_kind(shape, index)).values()
+    )
+    return elements + 2 * shape.vocab_size * shape.hidden_size
+
+
+def _all_layers(shape: ModelShape) -> range:
+    return range(len(shape.layer_kinds) + len(shape.draft_layer_kinds))
+
+
+def _write(directory: Path, shape: ModelShape, seed: int, layers: Sequence[int]) -> None:
     config = to_config(shape) | {"quantization_config": QUANTIZATION}
     generator = torch.Generator().manual_seed(seed)
-    layers = range(len(shape.layer_kinds) + len(shape.draft_layer_kinds))
     middle = len(layers) // 2
     embedding = torch.empty(shape.vocab_size, shape.hidden_size).uniform_(-1.7, 1.7, generator=generator)
-    first = {EMBEDDING[0]: embedding.bfloat16()}
-    shards = (
-        first | _layers(shape, layers[:middle], generator),
-        _layers(shape, layers[middle:], generator),
-    )
+    parts: tuple[dict[str, torch.Tensor], ...] = ({EMBEDDING[0]: embedding.bfloat16()}, {})
     weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+    total = 0
+    for number, (tensors, numbers) in enumerate(
+        zip(parts, (layers[:middle], layers[middle:]), strict=True), 1
+    ):
+        for index in numbers:
+            tensors |= _layer(shape, index, seed)
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(sorted(tensors), file)
-    total = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
+        total += sum(tensor.nbytes for tensor in tensors.values())
     _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(directory / "config.json", config)
 
 
-def _layers(shape: ModelShape, layers: range, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _layer(shape: ModelShape, index: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed((seed << 16) + index + 1)
     tensors = {}
-    for index in layers:
-        for name, spec in layer_tensors(shape, layer_kind(shape, index)).items():
-            official = layer_names(shape, index, name)[0]
-            values = _values(name, spec, generator)
-            if spec.dtypes == QUANTISED:
-                tensors[official], tensors[scale_names(official)[0]] = quantize_block(values, BLOCK)
-            elif name.endswith(("attn_sink", "ape")):
-                tensors[official] = values
-            else:
-                tensors[official] = values.bfloat16()
+    for name, spec in layer_tensors(shape, layer_kind(shape, index)).items():
+        official = layer_names(shape, index, name)[0]
+        values = _values(name, spec, generator)
+        if spec.dtypes == QUANTISED:
+            tensors[official], tensors[scale_names(official)[0]] = quantize_block(values, BLOCK)
+        elif name.endswith(("attn_sink", "ape")):
+            tensors[official] = values
+        else:
+            tensors[official] = values.bfloat16()
     return tensors
 
 
