@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: run test test-gpu lint clean
 
 run: $(VENV)/.installed
-	$(BIN)/dsv4 run verify=true $(ARGS)
+	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
@@ -39,4 +39,4 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf .venv

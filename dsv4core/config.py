@@ -62,13 +62,15 @@ class DSV4Config:
         default=None, metadata={"help": "folder of a checkpoint; null: one with random weights is written"}
     )
     kv_cache_dtype: str = field(
-        default="auto", metadata={"help": "format of the KV cache, as the backend names it"}
+        default="auto", metadata={"help": f"format of the KV caches: {', '.join(KV_CACHE_DTYPES)}"}
     )
-    index_dtype: str = field(default="auto", metadata={"help": "format of the indexer's keys"})
+    index_dtype: str = field(
+        default="auto", metadata={"help": f"format of the indexer's keys: {', '.join(INDEX_DTYPES)}"}
+    )
     device: str = field(default="auto", metadata={"help": "torch device: auto, cpu, cuda, cuda:1"})
     dtype: str = field(default="bfloat16", metadata={"help": f"dtype of activations: {' or '.join(DTYPES)}"})
     prompt: str = field(default="", metadata={"help": "text to prefill, or @FILE; empty: random tokens"})
-    prefill: int = field(default=300, metadata={"help": "tokens of the prompt"})
+    prefill: int = field(default=400, metadata={"help": "tokens of the prompt"})
     decode: int = field(default=16, metadata={"help": "tokens decoded after it"})
     batch: int = field(default=2, metadata={"help": "requests side by side"})
     chunk: int = field(default=256, metadata={"help": "most tokens of one prompt in one step"})
@@ -83,6 +85,8 @@ class DSV4Config:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name}={value} is too small; the least is {least}.")
+        if self.seed >= 1 << 32:
+            raise ConfigError(f"seed={self.seed} is too large; the most is {(1 << 32) - 1}.")
         if self.prefill + self.decode == 0:
             raise ConfigError("prefill=0 and decode=0 leave nothing to run; set one of them.")
         if self.dtype not in DTYPES:
@@ -105,7 +109,7 @@ def read_prompt(value: str) -> str:
     """
     if not value.startswith("@"):
         return value
-    path = Path(value[1:])
+    path = Path(value[1:]).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

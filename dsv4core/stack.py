@@ -14,6 +14,7 @@ from dsv4core.api.step import Step
 from dsv4core.attention import DeepseekV4Attention, Observe
 from dsv4core.framework.binding import bind_kind, bind_layer
 from dsv4core.framework.selection import Selection
+from dsv4core.kvcache import check_caches
 from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.checkpoint import Checkpoint
 from dsv4core.model.shapes import layer_spec
@@ -68,6 +69,8 @@ class AttentionStack:
         self.pools = CachePools(
             specs, selection.layout, request.page_sizes, request.limits, device, request.decode_query_len
         )
+        for spec in specs:
+            check_caches(self.pools.layers[spec.index], spec, selection.layout)
         self._kinds = {kind.name: bind_kind(selection, kind, device) for kind in kinds}
         self._buffers = StepBuffers(
             kinds,

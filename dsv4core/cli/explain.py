@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dsv4core.api import (
@@ -19,6 +18,7 @@ from dsv4core.api import (
     PluginError,
     Request,
 )
+from dsv4core.cli.output import show
 from dsv4core.config import DSV4Config
 from dsv4core.framework.platform import Machine, guess_machine
 from dsv4core.framework.request import build_limits, build_request, select_configured
@@ -91,24 +91,18 @@ def _formats(layout: KVCacheLayout) -> dict[str, dict[str, Any]]:
 def _print(
     machine: Machine, config: DSV4Config, selection: Selection | None, decisions: Sequence[Decision]
 ) -> None:
-    console = Console(markup=False, highlight=False)
     model = config.checkpoint or config.model.name
     where = f"{machine.platform} {machine.arch}".rstrip()
-    console.print(f"{model} on {where} ({machine.source}; torch was not asked)\n")
     table = Table("backend", "verdict", "reasons", box=None, padding=(0, 2, 0, 0))
     for decision in decisions:
         table.add_row(decision.backend, decision.verdict, "\n".join(map(str, decision.reasons)))
-    console.print(table)
+    show(f"{model} on {where} ({machine.source}; torch was not asked)\n", table)
     if selection is None:
-        console.print("\nNothing was chosen.")
+        show("\nNothing was chosen.")
         return
-    caches = [
-        f"{name} {kept['name']} ({kept['bytes_per_token']} B)"
-        for name, kept in _formats(selection.layout).items()
-    ]
-    console.print(f"\nKV cache, bytes a token: {', '.join(caches)}", soft_wrap=True)
-    for kind, plan in selection.plans.items():
-        console.print(f"{kind}: {_sentence(plan)}", soft_wrap=True)
+    rows = (f"{name} {kept.name} {kept.bytes_per_token} B" for name, kept in vars(selection.layout).items())
+    show(f"\nKV caches, bytes a row: {', '.join(rows)}")
+    show(*(f"{kind}: {_sentence(plan)}" for kind, plan in selection.plans.items()))
 
 
 def _sentence(plan: LayerPlan) -> str:

@@ -6,7 +6,6 @@ import difflib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more at exit, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if os.environ.get("DSV4_STRICT", "0") not in ("", "0"):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"dsv4: {where}{error.strerror or error}.", file=sys.stderr)
+        return 2
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -109,7 +114,6 @@ def _run(arguments: Arguments) -> int:
     if arguments.prompt is not None:
         config.prompt = arguments.prompt
     _log_to_stderr()
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; nothing here uses it
     from dsv4core.cli.run import run
 
     return run(config)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
+from dsv4core.cli.output import show
 from dsv4core.framework.discovery import KNOWN_BACKENDS, BackendRecord, discover
 from dsv4core.framework.manager import UnusableBackend, load_backend
 
@@ -54,7 +54,7 @@ def plugins(as_json: bool) -> int:
     for row in rows:
         about = row.fix or f"{row.dist} {row.version}"
         table.add_row(row.name, row.status, f"{row.summary}\n{about}")
-    Console(markup=False, highlight=False).print(table)
+    show(table)
     return 0
 
 

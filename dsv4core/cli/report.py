@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from dsv4core.api.kvcache import KVCacheLayout
 from dsv4core.api.layer import LayerSpec
+from dsv4core.attention import OPERATIONS
+from dsv4core.cli.output import show
 from dsv4core.cli.tokens import Tokens
 from dsv4core.cli.verify import Verification
 from dsv4core.framework.selection import Selection
@@ -82,12 +87,13 @@ class Report:
             if checked is None
             else {
                 "compared_with": checked.compared_with,
-                "max_abs_err": checked.max_abs_err,
-                "rel_err": checked.rel_err,
+                "max_abs_err": _finite(checked.max_abs_err),
+                "rel_err": _finite(checked.rel_err),
                 "tolerance": checked.tolerance,
                 "ok": checked.ok,
                 "worst_layer": checked.worst_layer,
                 "agreement": checked.agreement,
+                "least_agreement": checked.least_agreement,
             },
         }
 
@@ -97,7 +103,6 @@ def print_report(report: Report, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.as_json()))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="dsv4 run: the attention stack (no MLPs, no output head)", show_header=False)
@@ -105,19 +110,17 @@ def print_report(report: Report, as_json: bool) -> None:
     table.add_column()
     for name, value in _rows(report):
         table.add_row(name, value)
-    operations = Table(title="milliseconds by operation")
+    operations = Table(title="milliseconds by operation, all steps together")
     operations.add_column("operation", style="bold")
     for phase in ("prefill", "decode"):
         operations.add_column(phase, justify="right")
         operations.add_column("%", justify="right")
     for cells in _operation_rows(report):
         operations.add_row(*cells)
-    console = Console()
-    console.print(table)
-    console.print(operations)
+    show(table, operations)
 
 
-def _rows(report: Report) -> Iterator[tuple[str, str]]:
+def _rows(report: Report) -> Iterator[tuple[str, str | Text]]:
     selection, layout = report.selection, report.selection.layout
     backend = selection.backend
     yield (
@@ -131,12 +134,17 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "tokens", report.tokens.source
     yield "KV caches", _layout(layout)
     per_token = bytes_per_token(report.specs, layout)
-    yield "", f"{per_token:,.2f} B a token of context; pools of {human_bytes(report.cache_bytes)}"
+    size = human_bytes(report.cache_bytes)
+    yield (
+        "",
+        f"{per_token:,.2f} B a token of context in these layers, besides windows and states; pools of {size}",
+    )
     for phase, tokens in (("prefill", report.prefill_tokens), ("decode", report.decode_tokens)):
         rate = report.rate(phase)
         if rate is not None:
             yield phase, f"{rate:,.1f} tokens/s ({tokens} tokens in {report.seconds[phase]:.2f} s)"
-    yield "memory", f"{human_bytes(report.peak_bytes)} at most"
+    whose = "of the process" if report.device == "cpu" else "of torch's allocator"
+    yield "memory", f"{human_bytes(report.peak_bytes)} at most, {whose}"
     if report.verification is not None:
         yield from _verification(report.verification)
 
@@ -160,9 +168,12 @@ def _layout(layout: KVCacheLayout) -> str:
     )
 
 
-def _verification(checked: Verification) -> Iterator[tuple[str, str]]:
-    verdict = "[green]ok[/green]" if checked.ok else "[red]FAILED[/red]"
-    yield "verified", f"{verdict} against {checked.compared_with}, fed the same layer inputs"
+def _verification(checked: Verification) -> Iterator[tuple[str, str | Text]]:
+    verdict = Text("ok", "green") if checked.ok else Text("FAILED", "red")
+    yield (
+        "verified",
+        verdict + Text(f" against {checked.compared_with}, fed the same layer inputs", "default"),
+    )
     yield (
         "",
         f"relative error {checked.rel_err:.2e} (at most {checked.tolerance:.0e}), worst in layer "
@@ -179,13 +190,20 @@ def _verification(checked: Verification) -> Iterator[tuple[str, str]]:
 def _operation_rows(report: Report) -> Iterator[list[str]]:
     phases = [report.operations.get(phase, {}) for phase in ("prefill", "decode")]
     totals = [sum(times.values()) for times in phases]
-    for name in dict.fromkeys(name for times in phases for name in times):
+    for name in ("plan", *OPERATIONS):
+        if not any(name in times for times in phases):
+            continue
         cells = [name]
         for times, total in zip(phases, totals, strict=True):
             cells += (
                 [f"{times[name] * 1e3:,.1f}", f"{times[name] / total:.0%}"] if name in times else ["", ""]
             )
         yield cells
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
 
 
 def human_bytes(count: float) -> str:

@@ -7,11 +7,11 @@ each layer adds its attention. Decoding is teacher-forced with the tokens that f
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from dsv4core.framework.platform import machine_of
 from dsv4core.framework.request import build_limits, build_request, select_configured
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.checkpoint import Checkpoint
-from dsv4core.model.random_checkpoint import random_checkpoint_bytes, write_random_checkpoint
+from dsv4core.model.random_checkpoint import FORMAT, random_checkpoint_bytes, write_random_checkpoint
 from dsv4core.model.shapes import PRESETS
 from dsv4core.stack import AttentionStack, load_layer
 
@@ -54,6 +54,7 @@ def run(config: DSV4Config) -> int:
     checkpoint = Checkpoint.open(_checkpoint_directory(config))
     layers = _layer_numbers(config, checkpoint.shape)
     checkpoint.verify(layers)
+    _check_lengths(config, checkpoint.shape)
     machine = machine_of(device)
     limits = build_limits(config)
     request = build_request(config, checkpoint.shape, limits, machine.platform, machine.arch)
@@ -151,6 +152,16 @@ def _tokens(config: DSV4Config, checkpoint: Checkpoint) -> Tokens:
     return prompt_tokens(config.prompt, checkpoint.directory, checkpoint.vocab_size, config.batch, count)
 
 
+def _check_lengths(config: DSV4Config, shape: ModelShape) -> None:
+    most, asked = shape.max_position_embeddings, config.prefill + config.decode
+    if asked > most:
+        raise ConfigError(
+            f"prefill={config.prefill} and decode={config.decode} make {asked} tokens, and the model has "
+            f"{most} "
+            "positions; ask for fewer."
+        )
+
+
 def _layer_numbers(config: DSV4Config, shape: ModelShape) -> list[int]:
     count = shape.num_hidden_layers
     layers = list(range(count)) if config.layers is None else list(config.layers)
@@ -171,12 +182,13 @@ def _checkpoint_directory(config: DSV4Config) -> Path:
     shape = PRESETS[config.model.name]
     _layer_numbers(config, shape)  # refused before anything is written
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    only = "" if config.layers is None else "-layers" + "-".join(map(str, config.layers))
-    directory = cache / "dsv4core" / f"{config.model.name}-seed{config.seed}{only}"
+    only = "" if config.layers is None else "-layers" + "-".join(map(str, sorted(config.layers)))
+    name = f"{config.model.name}-v{FORMAT}-seed{config.seed}{only}"
+    directory = cache / "dsv4core" / name
     if not directory.exists():
         size = human_bytes(random_checkpoint_bytes(shape, config.layers))
         print(f"dsv4: writing a checkpoint with random weights ({size}) to {directory}", file=sys.stderr)
-        write_random_checkpoint(directory, shape, config.seed, config.layers)
+        write_random_checkpoint(directory, shape, config.seed, config.layers, _progress("writing layers"))
     return directory
 
 
@@ -189,14 +201,22 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device={name} is not a torch device; use auto, cpu, cuda or cuda:1.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name}: this torch ({torch.__version__}) sees no GPU; use device=cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} GPUs; count from 0.")
     return device
 
 
 def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _progress(what: str) -> Callable[[Iterable[Item]], Iterable[Item]]:
+    return partial(_track, what=what)
 
 
 def _track(items: Iterable[Item], what: str) -> Iterable[Item]:

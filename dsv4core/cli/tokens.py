@@ -33,7 +33,9 @@ def prompt_tokens(text: str, checkpoint: Path, vocab_size: int, batch: int, coun
         ConfigError: The tokenizer's package is not installed, or its ids do not fit the vocabulary.
     """
     path = checkpoint / "tokenizer.json"
-    ids, how = _tokenised(text, path) if path.is_file() else (list(text.encode()), "UTF-8 bytes")
+    ids, how = _tokenised(text, path) if path.is_file() else (_encoded(text), "UTF-8 bytes")
+    if not ids:
+        raise ConfigError(f"the prompt has no tokens ({how}); give some text.")
     largest = max(ids)
     if largest >= vocab_size:
         raise ConfigError(
@@ -58,4 +60,18 @@ def _tokenised(text: str, path: Path) -> tuple[list[int], str]:
             "the prompt needs the checkpoint's tokenizer, and the package tokenizers is not installed; run "
             f"`pip install tokenizers`, or leave the prompt out for random tokens ({path.name} was found)."
         ) from error
-    return Tokenizer.from_file(str(path)).encode(text).ids, "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path)).encode(text).ids, "tokenizer.json"
+    except Exception as error:  # the tokenizers package raises bare Exceptions
+        raise ConfigError(
+            f"{path} cannot tokenise the prompt: {error}; get it again, or leave it out."
+        ) from error
+
+
+def _encoded(text: str) -> list[int]:
+    try:
+        return list(text.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the prompt is not UTF-8 text (character {error.start}); save it as UTF-8."
+        ) from error

@@ -24,7 +24,8 @@ class Verification:
         rel_err: Largest relative error of a layer in a step: norm of the difference over norm of the output.
         tolerance: Most that `rel_err` may be.
         worst_layer: Layer with that error.
-        agreement: Share of the indexer's choices that the reference makes, too; None without an indexer.
+        agreement: Share of the reference's choices that the backend's indexer made, too, among queries that
+            see more entries than they may choose; None if there are none.
         least_agreement: Least that it may be.
     """
 
@@ -92,8 +93,12 @@ class Shadow:
         attention = self._layers[index].attention
         own = attention.select(attention.project(hidden), self._stack.pools.layers[index], self._step)
         assert own is not None
-        entries = int(max(own.max(), selected.max())) + 1
-        if entries > 0:
+        ratio = attention.layer.kind.ratio
+        assert ratio is not None
+        choosing = (self._step.positions + 1) // ratio > own.shape[1]
+        own, selected = own[choosing], selected[choosing]
+        if own.numel():
+            entries = int(max(own.max(), selected.max())) + 1
             chosen, expected = _membership(selected, entries), _membership(own, entries)
             self._chosen += int(expected.sum())
             self._shared += int((chosen & expected).sum())

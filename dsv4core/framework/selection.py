@@ -147,7 +147,11 @@ def _select_first(
             decisions.append(Decision(name, "chosen"))
         else:
             decisions.append(Decision(name, "rejected", result))
-    decisions += [Decision(name, "rejected", (_not_in_order(name),)) for name in records if name not in order]
+    decisions += [
+        Decision(name, "rejected", (record.problem or _not_in_order(name),))
+        for name, record in records.items()
+        if name not in order
+    ]
     passed = [decision for decision in decisions if decision.verdict == "rejected"]
     if chosen is None:
         raise SelectionError(_nothing_fits(request, order, passed), tuple(decisions))
@@ -244,7 +248,8 @@ def _nothing_fits(request: Request, order: Sequence[str], rejected: Sequence[Dec
         f"backend=auto found no backend for {machine}: {what}.",
         "  request: " + ", ".join(f"{name}={getattr(request, name)}" for name in facts),
         *(f"  {_line(decision)}" for decision in rejected),
-        f"Name a backend with backend=NAME, or list some in backend.order.{request.platform}.",
+        f"Name a backend with backend=NAME, or list some in backend.order.{request.platform}; "
+        "backend=reference computes everything, slowly.",
     ]
     return "\n".join(lines)
 

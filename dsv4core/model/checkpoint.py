@@ -15,7 +15,6 @@ from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import layer_spec, model_shape, read_config, weight_block
 from dsv4core.model.tensors import TensorSpec
 
-_MOST_LINES = 20
 _ALWAYS_FP32 = ("attn_sink", "compressor.ape", "indexer.compressor.ape")
 
 
@@ -56,8 +55,12 @@ class Checkpoint:
         """Rows of the token embedding."""
         return self.shape.vocab_size
 
+    @property
+    def _embedding_spec(self) -> TensorSpec:
+        return TensorSpec((self.vocab_size, self.shape.hidden_size))
+
     def verify(self, layers: Iterable[int]) -> None:
-        """Check names, shapes and dtypes of the attention tensors and the attention norm of `layers`.
+        """Check names, shapes and dtypes of the embedding, and of the attention and its norm in `layers`.
 
         Only headers are read.
 
@@ -66,7 +69,8 @@ class Checkpoint:
                 and for each file that cannot be read.
         """
         found = (match_layer(self._files, self.shape, index, self.block) for index in layers)
-        self._report([line for _, problems in found for line in problems])
+        _, faults = match_tensor(self._files, EMBEDDING, self._embedding_spec, self.block)
+        self._report([*faults, *(line for _, problems in found for line in problems)])
 
     def layer(
         self,
@@ -128,8 +132,7 @@ class Checkpoint:
                 raise ConfigError(
                     f"Token {token} is outside the vocabulary of {self.vocab_size}; tokenise for this model."
                 )
-        spec = TensorSpec((self.vocab_size, self.shape.hidden_size))
-        match, problems = match_tensor(self._files, EMBEDDING, spec, self.block)
+        match, problems = match_tensor(self._files, EMBEDDING, self._embedding_spec, self.block)
         self._report(problems)
         assert match is not None
         distinct, position = tokens.unique(return_inverse=True)
@@ -151,10 +154,7 @@ class Checkpoint:
         where = f"The checkpoint in {self.directory} cannot be used:"
         if len(lines) == 1:
             raise CheckpointError(f"{where} {lines[0]}")
-        shown = lines[:_MOST_LINES]
-        if len(lines) > _MOST_LINES:
-            shown.append(f"… and {len(lines) - _MOST_LINES} more.")
-        text = "\n  ".join(shown)
+        text = "\n  ".join(lines)
         raise CheckpointError(f"{where}\n  {text}")
 
     def _weight(self, match: Match, rank: int, tp_size: int) -> Weight:

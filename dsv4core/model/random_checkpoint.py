@@ -6,11 +6,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dsv4core.api import CheckpointError, ModelShape
@@ -19,6 +20,9 @@ from dsv4core.model.files import INDEX
 from dsv4core.model.names import EMBEDDING, layer_names, scale_names
 from dsv4core.model.shapes import PRESETS, layer_kind, to_config
 from dsv4core.model.tensors import QUANTISED, TensorSpec, layer_tensors
+
+FORMAT = 1
+"""Changes whenever the same arguments would write other bytes."""
 
 BLOCK = (128, 128)
 QUANTIZATION: dict[str, Any] = {
@@ -35,6 +39,7 @@ def write_random_checkpoint(
     shape: ModelShape = PRESETS["tiny"],
     seed: int = 0,
     layers: Sequence[int] | None = None,
+    track: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> None:
     """Write an attention-only checkpoint of `shape` to `directory`: config.json, two shards and an index.
 
@@ -48,9 +53,10 @@ def write_random_checkpoint(
         shape: The model.
         seed: A layer's weights depend on it and on the layer's number only.
         layers: Layers to write; None writes all, draft layers included.
+        track: Wraps the layers while they are written, to show progress.
 
     Raises:
-        CheckpointError: `directory` exists and is not empty, or cannot be written.
+        CheckpointError: `directory` exists and is not empty, cannot be written, or the disk is too full.
         ConfigError: `shape` has no official spelling.
     """
     directory = Path(directory)
@@ -59,11 +65,22 @@ def write_random_checkpoint(
     unfinished = directory.parent / f".{directory.name}.{os.getpid()}"
     try:
         unfinished.mkdir(parents=True)
-        _write(unfinished, shape, seed, _all_layers(shape) if layers is None else layers)
+        free, needed = shutil.disk_usage(unfinished).free, random_checkpoint_bytes(shape, layers)
+        if free < needed:
+            raise CheckpointError(
+                f"{directory} would take {needed} bytes, and its disk has {free} free; make room or write "
+                "fewer "
+                "layers."
+            )
+        _write(unfinished, shape, seed, _all_layers(shape) if layers is None else layers, track)
         unfinished.rename(directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if not any(directory.glob("config.json")):  # else another process was faster, with the same bytes
-            raise CheckpointError(f"{directory} cannot be written: {error.strerror}.") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(
+                f"{directory} cannot be written: {reason}; choose another place (XDG_CACHE_HOME for dsv4 "
+                "run)."
+            ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -82,7 +99,13 @@ def _all_layers(shape: ModelShape) -> range:
     return range(len(shape.layer_kinds) + len(shape.draft_layer_kinds))
 
 
-def _write(directory: Path, shape: ModelShape, seed: int, layers: Sequence[int]) -> None:
+def _write(
+    directory: Path,
+    shape: ModelShape,
+    seed: int,
+    layers: Sequence[int],
+    track: Callable[[Iterable[int]], Iterable[int]],
+) -> None:
     config = to_config(shape) | {"quantization_config": QUANTIZATION}
     generator = torch.Generator().manual_seed(seed)
     middle = len(layers) // 2
@@ -93,7 +116,7 @@ def _write(directory: Path, shape: ModelShape, seed: int, layers: Sequence[int])
     for number, (tensors, numbers) in enumerate(
         zip(parts, (layers[:middle], layers[middle:]), strict=True), 1
     ):
-        for index in numbers:
+        for index in track(numbers):
             tensors |= _layer(shape, index, seed)
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})

@@ -85,8 +85,8 @@ def test_text(folder: Path, capsys: Capture) -> None:
     assert lines[0] == "tiny on cpu (device=cpu; torch was not asked)"
     assert lines[3].split() == ["acme", "chosen"]
     assert lines[-4:] == [
-        "KV cache, bytes a token: window bf16 (1024 B), compressed bf16 (1024 B), index bf16 (1024 B), "
-        "state bf16 (1024 B)",
+        "KV caches, bytes a row: window bf16 1024 B, compressed bf16 1024 B, index bf16 1024 B, "
+        "state bf16 1024 B",
         *(
             f"{kind}: 16 query heads of bfloat16, dense output, 0 B of workspace, variant v1"
             for kind in ("swa", "c4a", "c128a")

@@ -4,15 +4,19 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dsv4core.api import ConfigError
 from dsv4core.cli.main import main
+from dsv4core.cli.tokens import prompt_tokens
 from dsv4core.testing.fakes import install_backend, isolate
 
 SHORT = ["prefill=40", "decode=3", "batch=2", "chunk=16"]
+CHOOSING = ["prefill=300", "decode=3", "batch=1", "chunk=128"]  # long enough for the indexer to drop entries
 
 WRONG = """\
 from dsv4core.backends.reference import *
@@ -25,13 +29,30 @@ def dsv4_forward_mqa(state, q, caches, selected, step, kind_state, want_lse):
 """
 
 
+UPSIDE_DOWN = """\
+from dataclasses import replace
+from dsv4core.backends.reference import *
+from dsv4core.backends import reference
+from dsv4core.api import hookimpl
+
+@hookimpl
+def dsv4_plan_layer(request, layer):
+    return replace(reference.dsv4_plan_layer(request, layer), own_ops=frozenset({"index_topk"}))
+
+@hookimpl
+def dsv4_index_topk(layer, logits):
+    from dsv4core import ops
+    return ops.index_topk(-logits, layer.model.index_topk)
+"""
+
+
 @pytest.fixture(autouse=True)
 def cache_home(tiny_checkpoint, tmp_path, monkeypatch):
     """A cache that has the tiny checkpoint already."""
     home = tmp_path / "cache"
     (home / "dsv4core").mkdir(parents=True)
     for layers in ("", "-layers0", "-layers1", "-layers2", "-layers0-1-2"):
-        (home / "dsv4core" / f"tiny-seed0{layers}").symlink_to(tiny_checkpoint)
+        (home / "dsv4core" / f"tiny-v1-seed0{layers}").symlink_to(tiny_checkpoint)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
 
@@ -68,7 +89,7 @@ def test_report_for_machines(capsys, tiny_checkpoint):
 
 def test_fp32_caches_are_what_verification_compares_with(capsys):
     formats = ["kv_cache_dtype=fp32", "index_dtype=fp32", "dtype=float32"]
-    code, report = run_json(capsys, *SHORT, *formats, "verify=true")
+    code, report = run_json(capsys, *CHOOSING, *formats, "verify=true")
     assert code == 0
     assert report["verify"]["rel_err"] == report["verify"]["max_abs_err"] == 0.0
     assert report["verify"]["agreement"] == 1.0
@@ -115,7 +136,7 @@ def test_the_same_seed_gives_the_same_run(capsys, tiny_checkpoint):
 
 
 def test_the_default_checkpoint_is_written_on_first_use(capsys, cache_home):
-    folder = cache_home / "dsv4core" / "tiny-seed0-layers1"
+    folder = cache_home / "dsv4core" / "tiny-v1-seed0-layers1"
     folder.unlink()
     assert main(["run", *SHORT, "layers=[1]"]) == 0
     assert f"writing a checkpoint with random weights (4.0 MiB) to {folder}" in capsys.readouterr().err
@@ -129,21 +150,23 @@ def test_the_default_checkpoint_is_written_on_first_use(capsys, cache_home):
 
 def test_a_layer_has_the_same_weights_alone(capsys, cache_home):
     _, among_all = run_json(capsys, *SHORT, "layers=[1]", "verify=true")
-    (cache_home / "dsv4core" / "tiny-seed0-layers1").unlink()
+    (cache_home / "dsv4core" / "tiny-v1-seed0-layers1").unlink()
     _, alone = run_json(capsys, *SHORT, "layers=[1]", "verify=true")
     assert alone["verify"] == among_all["verify"]
 
 
 def test_a_cache_that_cannot_be_written(capsys, cache_home):
-    folder = cache_home / "dsv4core" / "tiny-seed5"
+    folder = cache_home / "dsv4core" / "tiny-v1-seed5"
     (cache_home / "dsv4core" / f".{folder.name}.{os.getpid()}").write_text("in the way")
-    assert one_line(capsys, "seed=5", "layers=null") == f"dsv4: {folder} cannot be written: File exists."
+    assert one_line(capsys, "seed=5", "layers=null") == (
+        f"dsv4: {folder} cannot be written: File exists; choose another place (XDG_CACHE_HOME for dsv4 run)."
+    )
 
 
 def test_only_decode_or_only_prefill(capsys):
     _, report = run_json(capsys, "prefill=0", "decode=4", "layers=[1]", "verify=true")
     assert report["timing"]["prefill"]["tokens_per_second"] is None
-    assert report["verify"]["agreement"] == 1.0
+    assert report["verify"]["agreement"] is None  # nothing had to be dropped
     _, report = run_json(capsys, "prefill=9", "decode=0", "layers=[2]")
     assert report["timing"]["decode"]["tokens_per_second"] is None
     assert report["verify"] is None
@@ -262,10 +285,47 @@ def test_a_tokenizer_without_its_package(capsys, tiny_checkpoint, tmp_path, monk
     )
 
 
-def test_a_prompt_outside_the_vocabulary(capsys, tiny_checkpoint, tmp_path):
-    folder = copy_checkpoint(tiny_checkpoint, tmp_path)
-    edit_config(folder, vocab_size=100)
-    assert one_line(capsys, f"checkpoint={folder}", "--prompt=xyz") == (
-        "dsv4: the prompt's token 122 (UTF-8 bytes) is outside the vocabulary of 100; use a checkpoint whose "
+def test_a_prompt_outside_the_vocabulary():
+    with pytest.raises(ConfigError) as error:
+        prompt_tokens("xyz", Path("nowhere"), 100, 1, 8)
+    assert str(error.value) == (
+        "the prompt's token 122 (UTF-8 bytes) is outside the vocabulary of 100; use a checkpoint whose "
         "vocabulary fits, or plain ASCII text."
+    )
+
+
+def test_prompts_that_cannot_be_read(capsys, tiny_checkpoint, tmp_path):
+    folder = copy_checkpoint(tiny_checkpoint, tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    assert "cannot tokenise the prompt" in one_line(capsys, f"checkpoint={folder}", "--prompt=hello")
+    assert one_line(capsys, "--prompt=\udcff") == (
+        "dsv4: the prompt is not UTF-8 text (character 0); save it as UTF-8."
+    )
+
+
+def test_a_wrong_indexer_fails_verification(capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    install_backend(folder, "reference", "from dsv4core.backends.reference import *\n")
+    install_backend(folder, "upside", UPSIDE_DOWN)
+    isolate(folder, monkeypatch)
+    code, report = run_json(capsys, *CHOOSING, "backend=upside", "verify=true", "layers=[1]")
+    assert code == 1
+    assert report["verify"]["rel_err"] < report["verify"]["tolerance"]
+    assert report["verify"]["agreement"] < report["verify"]["least_agreement"]
+
+
+def test_paths_with_brackets_are_printed_as_they_are(capsys, tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "k[" / "x]")
+    assert main(["run", *SHORT, f'checkpoint="{folder}"', "layers=[0]"]) == 0
+    assert str(folder) in capsys.readouterr().out
+
+
+def test_numbers_that_are_too_large(capsys):
+    assert one_line(capsys, "seed=99999999999999") == (
+        "dsv4: seed=99999999999999 is too large; the most is 4294967295."
+    )
+    assert one_line(capsys, "prefill=20000") == (
+        "dsv4: prefill=20000 and decode=3 make 20003 tokens, and the model has 16384 positions; ask for fewer."
     )

@@ -187,7 +187,8 @@ def test_auto_with_nothing(install: Install, request_: Request) -> None:
         "  acme: [q-heads] It serves 8 heads, not 16. Use another model.",
         "  hopper: [package-missing] Backend 'hopper' is not installed. "
         "Run `pip install dsv4-plugin-hopper`.",
-        "Name a backend with backend=NAME, or list some in backend.order.cpu.",
+        "Name a backend with backend=NAME, or list some in backend.order.cpu; backend=reference computes "
+        "everything, slowly.",
     ]
 
 

@@ -1,5 +1,4 @@
-"""Slots of the window, of chosen entries, and FlashInfer's table of both. -1 is nothing, and only at the "
-"tail."""
+"""Slots of the window, of chosen entries, and FlashInfer's table of both. -1 names nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sparse multi-query attention with a sink. Key and value are the same cached row, rotary dimensions "
-"included."""
+"""Sparse multi-query attention with a sink. Key and value are one cached row, rotary dimensions included."""
 
 from __future__ import annotations
 
