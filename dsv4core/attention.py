@@ -24,7 +24,7 @@ Observe = Callable[[str], AbstractContextManager[Any]]
 OPERATIONS = ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Projected:
     """What a layer projects from its input; everything after it is the same in any chunking of a prompt.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsv4core.api.errors import CacheError
 from dsv4core.api.layer import LayerSpec
 from dsv4core.api.step import Step
 from dsv4core.attention import DeepseekV4Attention, Observe
@@ -19,10 +20,10 @@ from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.checkpoint import Checkpoint
 from dsv4core.model.shapes import layer_spec
 from dsv4core.ops import rms_norm
-from dsv4core.step import Batch, StepBuffers, leading_decodes
+from dsv4core.step import Batch, StepBuffers, check_lengths, leading_decodes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StackedLayer:
     """A layer and the norm before it."""
 
@@ -71,6 +72,7 @@ class AttentionStack:
         )
         for spec in specs:
             check_caches(self.pools.layers[spec.index], spec, selection.layout)
+        self._longest = [0] * request.limits.max_requests
         self._kinds = {kind.name: bind_kind(selection, kind, device) for kind in kinds}
         self._buffers = StepBuffers(
             kinds,
@@ -89,18 +91,26 @@ class AttentionStack:
             query: Query tokens of each request in this step.
 
         Raises:
-            CacheError: A limit or the pools are exceeded.
+            CacheError: A limit or the pools are exceeded, or a request goes back by more than its rejected
+                drafts.
         """
-        tables = self.pools.tables
-        for request, (known, new) in enumerate(zip(computed, query, strict=True)):
-            tables.grow(request, known + new)
+        request, tables = self.selection.request, self.pools.tables
+        check_lengths(computed, query, request.limits)
+        for row, (known, new) in enumerate(zip(computed, query, strict=True)):
+            if 0 < known < self._longest[row] - request.decode_query_len:
+                raise CacheError(
+                    f"request {row} goes back from {self._longest[row]} tokens to {known}, and its rings "
+                    "keep "
+                    f"enough for {request.decode_query_len} rejected tokens; raise decode_query_len or begin "
+                    "at 0."
+                )
+            tables.grow(row, known + new)
+            self._longest[row] = known + new
         step = self._buffers.build(
             Batch(
                 computed=tuple(computed),
                 query=tuple(query),
-                num_decode_requests=leading_decodes(
-                    tuple(computed), tuple(query), self.selection.request.decode_query_len
-                ),
+                num_decode_requests=leading_decodes(tuple(computed), tuple(query), request.decode_query_len),
                 window=tables.window.block_table[: len(query)],
                 context=tables.context.block_table[: len(query)],
                 state={name: table.block_table[: len(query)] for name, table in tables.state.items()},
@@ -119,7 +129,12 @@ class AttentionStack:
         weight = self.layers[0].norm
         dtype = getattr(torch, self.selection.request.dtype)
         self.forward(torch.zeros(1, weight.shape[0], dtype=dtype, device=weight.device), self.plan([0], [1]))
-        self.pools.tables.release(0)
+        self.release(0)
+
+    def release(self, request: int) -> None:
+        """Forget a request and take back its pages."""
+        self.pools.tables.release(request)
+        self._longest[request] = 0
 
     def kind_state(self, layer: StackedLayer) -> Any:
         """What the backend shares between all layers of this layer's kind within a step."""
@@ -133,6 +148,11 @@ class AttentionStack:
         self, layer: StackedLayer, hidden: torch.Tensor, step: Step, selected: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One layer's attention; arguments and results as `DeepseekV4Attention.forward`."""
+        if hidden.shape != (step.num_tokens, layer.spec.model.hidden_size):
+            raise CacheError(
+                f"{layer.spec.name} was given hidden states {list(hidden.shape)}, and the step has "
+                f"{step.num_tokens} tokens of {layer.spec.model.hidden_size}; pass one row a token."
+            )
         caches = self.pools.layers[layer.spec.index]
         return layer.attention.forward(hidden, step, caches, self.kind_state(layer), selected)
 

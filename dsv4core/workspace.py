@@ -10,7 +10,9 @@ MOST_SHARED = 4
 
 
 def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:
-    """Most bytes that the reference's attention holds at a time: a tile's rows, decoded, and its scores.
+    """A bound on what the reference's attention holds at a time besides its output.
+
+    A tile's rows as bytes and as fp32; its scores, with the sink, and as weights; its counts.
 
     Args:
         width: Rows that one query attends.
@@ -18,4 +20,4 @@ def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:
         head_dim: Elements of a row.
     """
     rows = MOST_SHARED * width
-    return 4 * rows * (2 * head_dim + QUERY_TILE * (2 * heads + 1))
+    return 4 * rows * (2 * head_dim + QUERY_TILE * (3 * heads + 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dsv4core.api.errors import ConfigError
 from dsv4core.api.model import LayerKind
 
 ScaleKind = Literal["none", "tensor", "ue8m0_tile", "fp32_row"]
@@ -142,6 +143,24 @@ class PageSizes:
     window: int = 64
     context: int = 256
     state: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"page size {name}={value} holds nothing; the least is 1.")
+
+    def check_kind(self, kind: LayerKind) -> None:
+        """Check that entries of `kind` do not straddle context pages.
+
+        Raises:
+            ConfigError: A context page is not a whole number of entries.
+        """
+        if kind.ratio is not None and self.context % kind.ratio:
+            raise ConfigError(
+                f"a context page of {self.context} tokens is not a whole number of {kind.ratio}-token "
+                "entries; "
+                f"choose a multiple of {kind.ratio}."
+            )
 
     def compressed_rows(self, kind: LayerKind) -> int:
         """Rows of a compressed or index page of layers of `kind`."""

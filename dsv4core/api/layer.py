@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from dsv4core.api.kvcache import DTYPE_BYTES
 from dsv4core.api.model import LayerKind, ModelShape
 
 if TYPE_CHECKING:
@@ -83,13 +84,17 @@ class LayerPlan:
     consumes: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
+        if self.q_dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"q_dtype {self.q_dtype!r} is no dtype name; use one of {', '.join(DTYPE_BYTES)}."
+            )
         unknown = sorted(self.own_ops - OWN_OPS)
         if unknown:
             known = ", ".join(sorted(OWN_OPS))
             raise ValueError(f"own_ops {unknown} are not known; a backend may own {known}.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weight:
     """A matrix or vector of one rank.
 
@@ -109,7 +114,7 @@ class Weight:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
     """The weights of one layer, this rank's shard, and its RoPE table.
 
@@ -128,7 +133,7 @@ class LayerWeights:
         return self.tensors[name]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCaches:
     """The caches of one layer. They are passed with each call and never owned by a backend.
 
@@ -147,7 +152,7 @@ class LayerCaches:
     index_state: KVCache | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionOutput:
     """Result of `dsv4_forward_mqa`.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from dsv4core.api.errors import ConfigError
 from dsv4core.api.kvcache import PageSizes
 from dsv4core.api.model import ModelShape
 from dsv4core.api.options import BackendOptions
@@ -130,6 +131,11 @@ class Limits:
     max_requests: int
     max_model_len: int
     max_query_len: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name}={value} leaves no room for a step; the least is 1.")
 
 
 @dataclass(frozen=True)

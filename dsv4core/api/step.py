@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CacheTable:
     """Where the rows of one group of caches lie. Layers of one kind share it.
 
@@ -36,12 +36,13 @@ class HostLengths:
     total: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One step. Decode requests come first; a request may have no query token at all.
 
-    All tensors are views of buffers that live as long as the host's step object and keep their strides,
-    so a captured graph reads the values of the step it is replayed for.
+    All tensors are views of buffers that live as long as the host's step object and keep their strides, so
+    a captured graph reads the values of the step it is replayed for. Behind the views, rows of padding have
+    slot and page -1 and length 0; position and request are 0, which is safe to look up.
 
     Attributes:
         positions: `[tokens]` int64, absolute and 0-based.

@@ -12,7 +12,7 @@ from dsv4core.api.kvcache import DTYPE_BYTES, KVCacheFormat, round_up
 from dsv4core.kvcache.codecs import decode_rows, encode_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """A view of somebody's pool. Nothing is owned or copied.
 
@@ -59,12 +59,14 @@ class KVCache:
         kept = slots >= 0
         if not kept.all():
             slots, rows = slots[kept], rows[kept]
+        slots = slots.long()  # tables are int32, and byte offsets are not
         page, offset = slots // self.page_size, slots % self.page_size
         for view, data in zip(self.regions, encode_rows(self.format, rows, self.scale), strict=True):
             view[page, offset] = data
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """The rows at `slots` `[n]`, all of them non-negative, as `[n, width]` fp32."""
+        slots = slots.long()
         page, offset = slots // self.page_size, slots % self.page_size
         data = [rows.select(page, offset) for rows in self._rows]
         return decode_rows(self.format, data, self.scale)

@@ -66,7 +66,7 @@ def _check_scale(cache: KVCache, name: str) -> None:
     if scale is None:
         return
     if cache.format.scale != "tensor":
-        raise CacheError(f"{name}: {cache.format.name} carries its own scales; pass no scale for the cache.")
+        raise CacheError(f"{name}: {cache.format.name} has no scale for the whole cache; pass none.")
     if scale.numel() != 1 or scale.dtype != torch.float32 or not (scale.isfinite() & (scale > 0)).all():
         raise CacheError(f"{name}: the cache's scale must be one positive finite fp32 element.")
 
@@ -85,20 +85,23 @@ def check_block_table(
     Raises:
         CacheError: A length needs more pages than the table has, or a needed page is not in the pool.
     """
-    for row, length in enumerate(lengths):
-        pages = -(-length // page_tokens)
-        if pages > block_table.shape[1]:
-            raise CacheError(
-                f"{name}: request {row} has {length} tokens, which need {pages} pages of {page_tokens} "
-                f"tokens, and its block table has {block_table.shape[1]}."
-            )
-        outside = block_table[row, :pages] >= num_pages
-        if outside.any():
-            page = int(outside.nonzero()[0])
-            raise CacheError(
-                f"{name}: page {page} of request {row} is {int(block_table[row, page])} in the block table, "
-                f"and the pool has {num_pages} pages."
-            )
+    columns = block_table.shape[1]
+    needed = [-(-length // page_tokens) for length in lengths]
+    if max(needed, default=0) > columns:
+        row = next(row for row, pages in enumerate(needed) if pages > columns)
+        raise CacheError(
+            f"{name}: request {row} has {lengths[row]} tokens, which need {needed[row]} pages of "
+            f"{page_tokens} tokens, and its block table has {columns}."
+        )
+    outside = block_table >= num_pages
+    if not outside.any():
+        return
+    outside &= torch.arange(columns) < torch.tensor(needed)[:, None]
+    for row, page in outside.nonzero()[:1].tolist():
+        raise CacheError(
+            f"{name}: page {page} of request {row} is {int(block_table[row, page])} in the block table, and "
+            f"the pool has {num_pages} pages."
+        )
 
 
 def check_caches(caches: LayerCaches, layer: LayerSpec, layout: KVCacheLayout) -> None:
@@ -125,6 +128,11 @@ def check_caches(caches: LayerCaches, layer: LayerSpec, layout: KVCacheLayout) -
         if cache is not None and format is not None:
             if cache.format != format:
                 raise CacheError(
-                    f"{name} has format {cache.format.name}, and the backend's layout is {format.name}."
+                    f"{name} has format {_described(cache.format)}, and the backend's layout is "
+                    f"{_described(format)}."
                 )
             check_cache(cache, name)
+
+
+def _described(format: KVCacheFormat) -> str:
+    return format.name if format.fp8 is None else f"{format.name} ({format.fp8})"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4core.api.errors import CacheError
 from dsv4core.api.kvcache import KVCacheLayout, PageSizes
 from dsv4core.api.layer import LayerCaches, LayerSpec
 from dsv4core.api.model import LayerKind, ModelShape
@@ -92,11 +91,7 @@ class CachePools:
         model = layers[0].model
         kinds = dict.fromkeys(layer.kind for layer in layers)
         for kind in kinds:
-            if sizes.context % (kind.ratio or 1):
-                raise CacheError(
-                    f"a context page of {sizes.context} tokens is not a whole number of {kind.ratio}-token "
-                    f"entries; choose a multiple of {kind.ratio}."
-                )
+            sizes.check_kind(kind)
         window, context, states = page_groups(model, kinds, sizes, limits, decode_query_len)
 
         def table(group: PageGroup) -> PagedTable:

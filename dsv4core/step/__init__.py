@@ -1,6 +1,6 @@
 """One step's batch: lengths, block tables, slots, and the persistent buffers they live in."""
 
-from dsv4core.step.batch import Batch, check_batch, leading_decodes
+from dsv4core.step.batch import Batch, check_batch, check_lengths, leading_decodes
 from dsv4core.step.buffers import StepBuffers
 from dsv4core.step.gather import GatherChunk, gather_area, gathered_tokens, plan_gather
 from dsv4core.step.slots import entry_slot_mapping, slot_mapping, state_slot_mapping
@@ -10,6 +10,7 @@ __all__ = [
     "GatherChunk",
     "StepBuffers",
     "check_batch",
+    "check_lengths",
     "entry_slot_mapping",
     "gather_area",
     "gathered_tokens",

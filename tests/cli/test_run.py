@@ -327,5 +327,6 @@ def test_numbers_that_are_too_large(capsys):
         "dsv4: seed=99999999999999 is too large; the most is 4294967295."
     )
     assert one_line(capsys, "prefill=20000") == (
-        "dsv4: prefill=20000 and decode=3 make 20003 tokens, and the model has 16384 positions; ask for fewer."
+        "dsv4: prefill=20000 and decode=3 make 20003 tokens, and the model has 16384 positions; ask for "
+        "fewer."
     )

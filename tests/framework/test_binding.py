@@ -9,7 +9,7 @@ from typing import Any
 import pluggy
 import pytest
 
-from dsv4core.api import C4A, SWA, AttentionOutput, LayerKind, LayerSpec, PluginError, Request
+from dsv4core.api import C4A, SWA, LayerKind, LayerSpec, PluginError, Request
 from dsv4core.framework import binding
 from dsv4core.framework.binding import bind, bind_kind, bind_layer
 from dsv4core.framework.selection import Selection, select
@@ -67,7 +67,7 @@ def test_subset_and_order_of_arguments(choose: Choose) -> None:
     bound = build(choose())
     state = ("layer", 3, "weights")
     assert bound.state == state
-    assert bound.forward_mqa(*HOT) == AttentionOutput((state, 3, "q", "positions", True, False))
+    assert bound.forward_mqa(*HOT).data == (state, 3, "q", "positions", True, False)
     assert bound.o_proj("attention", "positions") == (3, state, "attention", "positions")
     names = ("insert_kv", "compress", "index_logits", "index_topk")
     assert [getattr(bound, name) for name in names] == [None] * 4
@@ -81,8 +81,8 @@ def test_bound_call_equals_the_call_through_pluggy(choose: Choose) -> None:
     through_pluggy = selection.backend.manager.hook.dsv4_forward_mqa(
         layer=bound.spec, state=bound.state, **arguments
     )
-    assert bound.forward_mqa(*HOT) == through_pluggy
-    assert bound.forward_mqa(**arguments) == through_pluggy
+    assert bound.forward_mqa(*HOT).data == through_pluggy.data
+    assert bound.forward_mqa(**arguments).data == through_pluggy.data
 
 
 def test_a_function_with_all_arguments_is_bound_as_it_is(choose: Choose) -> None:

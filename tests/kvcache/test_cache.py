@@ -82,6 +82,19 @@ def test_offsets_beyond_two_gibibytes():
     assert torch.equal(cache.read(slot), rows_of(1).to(torch.float8_e4m3fn).float())
 
 
+def test_int32_slots_beyond_sixteen_gibibytes():
+    """Scales lie 8 B apart: page 2 of pages of 8 GiB starts at unit 2^31."""
+    format = cache_layout(MODEL, "fp8_ds_mla", "fp8").window
+    stride = (1 << 33) // 576 * 576 + 576
+    storage = torch.empty(2 * stride + 37440, dtype=torch.uint8)  # only touched pages are resident
+    cache = KVCache(storage.as_strided((3, 64, 584), (stride, 584, 1)), format)
+    slot = torch.tensor([2 * 64 + 5], dtype=torch.int32)
+    cache.write(slot, rows_of(1))
+    tight = allocate_cache(format, 1, 64)
+    tight.write(torch.tensor([5]), rows_of(1))
+    assert torch.equal(cache.read(slot), tight.read(torch.tensor([5])))
+
+
 def bad_pools():
     packed = cache_layout(MODEL, "fp8_ds_mla", "fp8").window
     good = allocate_cache(packed, 3, 64)
@@ -104,7 +117,7 @@ def bad_pools():
         (KVCache(good.pool.as_strided((3, 64, 584), (576, 584, 1)), packed),
          "x: a page of 64 fp8_ds_mla rows takes 37376 B, and the page stride is 576 B; pages would overlap."),
         (KVCache(good.pool, packed, torch.ones(1)),
-         "x: fp8_ds_mla carries its own scales; pass no scale for the cache."),
+         "x: fp8_ds_mla has no scale for the whole cache; pass none."),
         (allocate_cache(plain, 1, 64, scale=torch.zeros(1)),
          "x: the cache's scale must be one positive finite fp32 element."),
     ]  # fmt: skip

@@ -51,11 +51,18 @@ def test_rounding_follows_the_power_of_two_scale():
         assert decode_rows(PACKED.window, regions)[0, 0] == expected
 
 
+def test_rows_are_rounded_to_bfloat16_before_their_tile_is_scaled():
+    # 448.9 is 448 in bf16, which needs scale 1; unrounded it would need 2. The index key likewise.
+    row = torch.full((1, 512), 448.9)
+    assert encode_rows(PACKED.window, row)[1][0, :7].tolist() == [127] * 7
+    assert encode_rows(INDEX, row[:, :128])[1].view(torch.float32).item() == 1.0
+
+
 def test_exponent_is_the_exact_ceiling_for_every_bfloat16_magnitude():
     bits = torch.arange(0, 0x7F80, dtype=torch.int32).to(torch.int16)
     amax = bits.view(torch.bfloat16).float()
     exponent = power_of_two_exponent(amax.clamp_min(MIN_AMAX))
-    for value, found in zip(amax.tolist()[::17], exponent.tolist()[::17], strict=True):
+    for value, found in zip(amax.tolist(), exponent.tolist(), strict=True):
         floor = max(value, float(torch.tensor(1e-4)))
         assert math.ldexp(448.0, found) >= floor > math.ldexp(448.0, found - 1)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4core import ops
-from dsv4core.api import C4A, C128A
+from dsv4core.api import C4A, C128A, CacheError
 from dsv4core.model.rope import rotate, rotate_back
 from tests.layer.conftest import KINDS, attend, hidden_states, rows_of, run_alone
 
@@ -128,6 +128,46 @@ def test_rejected_drafts_leave_no_trace(make_stack, kind, accepted, start):
         step = stack.plan([position], [1])
         out = attend(stack, layer, rows_of(projected, slice(position, position + 1)), step)
         torch.testing.assert_close(out[0], expected[position], **CLOSE)
+
+
+def test_going_back_further_than_the_rings_keep_is_refused(make_stack):
+    stack = make_stack([1], requests=2, length=160, decode_query_len=3)
+    stack.plan([0, 0], [100, 20])
+    stack.plan([97, 20], [3, 1])
+    with pytest.raises(CacheError) as error:
+        stack.plan([96, 21], [1, 1])
+    assert str(error.value) == (
+        "request 0 goes back from 100 tokens to 96, and its rings keep enough for 3 rejected tokens; raise "
+        "decode_query_len or begin at 0."
+    )
+    stack.plan([0, 21], [5, 1])
+    stack.release(1)
+    assert all((table.block_table[1] == -1).all() for table in stack.pools.tables.all())
+
+
+def test_hidden_states_of_another_step_are_refused(make_stack):
+    stack = make_stack([0], length=32)
+    step = stack.plan([0], [3])
+    with pytest.raises(CacheError) as error:
+        stack.attend(stack.layers[0], hidden_states(5), step)
+    assert str(error.value) == (
+        "layers.0 was given hidden states [5, 256], and the step has 3 tokens of 256; pass one row a token."
+    )
+    with pytest.raises(CacheError, match="the step has 2 requests, and max_requests is 1; split it or raise"):
+        stack.plan([0, 0], [1, 1])
+    with pytest.raises(CacheError, match="the step has 2 query lengths and 1 computed lengths; pass one"):
+        stack.plan([0], [1, 1])
+
+
+def test_a_warm_up_leaves_nothing_behind(make_stack):
+    stack = make_stack([1], length=64)
+    stack.warm_up()
+    assert all((table.block_table == -1).all() for table in stack.pools.tables.all())
+    projected = project(stack, stack.layers[0], 20)
+    fresh = make_stack([1], length=64)
+    assert torch.equal(
+        run_alone(stack, stack.layers[0], projected, [20]), run_alone(fresh, fresh.layers[0], projected, [20])
+    )
 
 
 @kinds

@@ -9,6 +9,7 @@ from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import PRESETS, layer_spec
 from dsv4core.ops import compress, rms_norm
+from dsv4core.ops.compress import reference
 from dsv4core.step import Batch, StepBuffers
 
 MODEL = PRESETS["v4_flash"]
@@ -90,24 +91,23 @@ def test_golden_entries(kind, token, chunk):
         compress(part, ape, norm, table, EPS, kind, step, host.caches.state, host.caches.compressed)
     slot = step.compressed[kind.name].slot_mapping[-1:]
     y = host.caches.compressed.read(slot)[0]
-    c, n, rotated = (torch.tensor(values) for values in GOLDEN[kind, token])
+    _, n, rotated = (torch.tensor(values) for values in GOLDEN[kind, token])
     torch.testing.assert_close(y[[448, 449, 510, 511]], rotated, atol=2e-6, rtol=0)
     torch.testing.assert_close(y[[0, 447]], n[:2], atol=2e-6, rtol=0)
-    torch.testing.assert_close(_pooled(projected, ape, kind)[[0, 447, 448, 511]], c, atol=1.5e-6, rtol=0)
 
 
-def _pooled(projected, ape, kind):
-    """The last entry before its norm, written out naively."""
+@pytest.mark.parametrize(("kind", "token"), GOLDEN)
+def test_golden_pooled_rows_before_and_after_their_norm(kind, token):
+    projected, ape, norm = golden_inputs(kind, token + 1)
     values, scores = projected.chunk(2, dim=1)
-    last, width = len(values) - 1, 512
-    rows = []
-    for i in range(kind.groups * kind.ratio):
-        position = last - kind.groups * kind.ratio + 1 + i
-        half = slice(0, width) if i < kind.ratio else slice(width, 2 * width)
-        if position >= 0:
-            rows.append((values[position, half], (scores[position] + ape[position % kind.ratio])[half]))
-    weights = torch.stack([score for _, score in rows]).softmax(0)
-    return (weights * torch.stack([value for value, _ in rows])).sum(0)
+    host = Host(kind)
+    scores = scores + ape[torch.arange(token + 1) % kind.ratio]
+    step = host.step([0], [token + 1])
+    pooled = reference._pool(values, scores, torch.tensor([token]), kind, step, host.caches.state)[0]
+    c, n, _ = (torch.tensor(values) for values in GOLDEN[kind, token])
+    places = [0, 447, 448, 511]
+    torch.testing.assert_close(pooled[places], c, atol=1.5e-6, rtol=0)
+    torch.testing.assert_close(rms_norm(pooled, norm, EPS)[places], n, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [C4A, C128A])

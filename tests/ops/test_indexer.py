@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dsv4core.api import CacheTable
+from dsv4core.api import CacheTable, ConfigError
 from dsv4core.kvcache import allocate_cache, cache_layout
 from dsv4core.model.rope import rope_table, rotate
 from dsv4core.model.shapes import PRESETS
@@ -65,6 +65,17 @@ def test_query_precisions():
     largest = rotated.bfloat16().float().abs().amax(-1) / scale
     assert ((largest <= 448) & (largest > 224)).all()
     torch.testing.assert_close(codes.float() * scale[..., None], rotated, atol=0.0, rtol=0.07)
+
+
+def test_query_scale_floor_and_rounding():
+    table, positions = rope_table(MODEL.compress_rope, 64, 8), torch.tensor([0])
+    q = torch.zeros(1, 2, 128)
+    q[0, 1, 3] = 448.9  # 448 in bf16
+    _, folded = index_query(q, torch.ones(1, 2), positions, table, "fp8")
+    scale = folded / (128**-0.5 * 2**-0.5)
+    torch.testing.assert_close(scale, torch.tensor([[2.0**-22, 1.0]]))
+    with pytest.raises(ConfigError, match="index_dtype=mxfp4 has no query precision here; use fp8, bf16 or"):
+        index_query(q, torch.ones(1, 2), positions, table, "mxfp4")
 
 
 @pytest.mark.parametrize("index_dtype", ["fp8", "bf16", "fp32"])

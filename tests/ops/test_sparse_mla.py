@@ -52,6 +52,14 @@ def test_golden_attention_with_sink():
     )
     torch.testing.assert_close(out[0][:, [0, 1, 100, 511]], golden, atol=2e-6, rtol=0)
     torch.testing.assert_close(lse[0], torch.tensor([2.64131246, 2.29705118]), atol=2e-6, rtol=0)
+    logits = torch.tensor(
+        [
+            [2.42192574, -1.33614603, -0.29059830, -0.35544838, 0.05120522],
+            [0.73307758, 0.57554454, 1.57387630, -1.85528133, 0.09849896],
+        ]
+    )
+    found = reference._scores(q, cache.read(torch.arange(5)), None, SCALE)[0]
+    torch.testing.assert_close(found, logits, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -113,6 +121,22 @@ def test_a_row_that_is_not_finite_reaches_only_the_queries_that_name_it():
     out, _ = sparse_mla(q, [(cache, slots)], SCALE)
     assert out[:2].isnan().any(-1).all()
     torch.testing.assert_close(out[2:], expected[2:], atol=1e-6, rtol=1e-5)
+
+
+def test_a_score_beyond_float32_reaches_only_the_query_that_names_its_row():
+    cache = pool(torch.randn(8, 512))
+    cache.pool.view(8, 512)[1] = 3e38
+    q = torch.ones(2, 2, 512)
+    out, _ = sparse_mla(q, [(cache, torch.tensor([[0, 1], [0, 2]]))], SCALE)
+    alone, _ = sparse_mla(q[1:], [(cache, torch.tensor([[0, 2]]))], SCALE)
+    torch.testing.assert_close(out[1:], alone, atol=1e-6, rtol=1e-5)
+
+
+def test_an_fp8_query_gives_a_bfloat16_output():
+    cache, q = pool(torch.randn(4, 512)), torch.randn(1, 2, 512).to(torch.float8_e4m3fn)
+    out, _ = sparse_mla(q, [(cache, torch.tensor([[0, 1]]))], SCALE)
+    expected, _ = sparse_mla(q.float(), [(cache, torch.tensor([[0, 1]]))], SCALE)
+    assert torch.equal(out, expected.bfloat16())
 
 
 def test_place_of_negative_slots_and_repetition():

@@ -22,7 +22,7 @@ def batch(computed, query, **changes):
         "state": {"c4a": table(rows, 128), "c128a": table(rows, 64)},
     }
     decodes = leading_decodes(tuple(computed), tuple(query), 2)
-    return Batch(tuple(computed), tuple(query), decodes, **{**tables, **changes})
+    return Batch(tuple(computed), tuple(query), **{"num_decode_requests": decodes, **tables, **changes})
 
 
 @pytest.fixture
@@ -68,6 +68,24 @@ def test_buffers_keep_their_addresses_and_strides(buffers):
     assert first.positions[0] == 500  # a view of the same buffer
 
 
+def test_a_table_that_is_wider_than_the_limits_need(buffers):
+    wide = buffers.build(batch([130], [1], window=table(1, 99))).window
+    assert wide.block_table.shape == (1, 8)
+    assert wide.slot_mapping.tolist() == [2 * 64 + 2]
+
+
+def test_nothing_of_an_earlier_step_is_left_behind(buffers):
+    large = buffers.build(batch([130, 7, 60], [1, 2, 5]))
+    slots, pages = large.window.slot_mapping, large.window.block_table
+    entries, lengths = large.compressed["c4a"].slot_mapping, large.seq_lens
+    buffers.build(batch([3], [1], window=table(1, 1)))
+    assert slots.tolist() == [3, *[-1] * 7]
+    assert pages[0].tolist() == [0, *[-1] * 7]
+    assert (pages[1:] == -1).all()
+    assert entries.tolist()[1:] == [-1] * 7
+    assert lengths.tolist() == [4, 0, 0]
+
+
 @pytest.mark.parametrize("query", [[], [0], [0, 0, 0]])
 def test_steps_without_tokens(buffers, query):
     step = buffers.build(batch([5] * len(query), query))
@@ -78,7 +96,14 @@ def test_steps_without_tokens(buffers, query):
 
 @pytest.mark.parametrize(
     ("computed", "query", "expected"),
-    [([], [], 0), ([5, 9], [1, 2], 2), ([5, 0, 7], [1, 3, 1], 1), ([5, 6], [3, 1], 0), ([5, 6], [0, 1], 2)],
+    [
+        ([], [], 0),
+        ([0], [1], 0),
+        ([5, 9], [1, 2], 2),
+        ([5, 0, 7], [1, 3, 1], 1),
+        ([5, 6], [3, 1], 0),
+        ([5, 6], [0, 1], 2),
+    ],
 )
 def test_leading_decodes(computed, query, expected):
     assert leading_decodes(tuple(computed), tuple(query), 2) == expected
@@ -103,8 +128,29 @@ IMPOSSIBLE = {
         {},
     ),
     "lengths cannot be negative: query (1,), computed (-1,).": (([-1], [1]), {}),
-    "the step has 2 query lengths, 2 computed lengths and 3 rows in the window block table; pass one of each "
-    "for every request.": (([1, 1], [1, 1]), {"window": table(3, 8)}),
+    "the step has 2 requests, and the window block table has 3 rows; pass one for every request.": (
+        ([1, 1], [1, 1]),
+        {"window": table(3, 8)},
+    ),
+    "the step has no block table for the states of c128a, c4a; pass them, too.": (
+        ([1], [1]),
+        {"state": {}},
+    ),
+    "num_decode_requests=2 of 1 requests with computed lengths (5,): a decode has computed tokens, and "
+    "decodes come first.": (([5], [1]), {"num_decode_requests": 2}),
+    "window block table: it is [1, 8] of int64, and block tables are [requests, pages] of int32; pass it "
+    "so.": (
+        ([5], [1]),
+        {"window": table(1, 8).long()},
+    ),
+    "window block table: request 0 has no page for position 5, which this step writes; give it one.": (
+        ([5], [1]),
+        {"window": torch.full((1, 8), -1, dtype=torch.int32)},
+    ),
+    "context block table: request 0 has no page for position 7, which this step writes; give it one.": (
+        ([5], [4]),
+        {"context": torch.full((1, 2), -1, dtype=torch.int32)},
+    ),
     "context block table: page 0 of request 0 is 77 in the block table, and the pool has 40 pages.": (
         ([100], [5]),
         {"context": torch.tensor([[77]], dtype=torch.int32)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4core.api.errors import ConfigError
 from dsv4core.api.step import CacheTable
 from dsv4core.fp8 import MIN_AMAX, power_of_two_exponent, to_fp8
 from dsv4core.kvcache import KVCache
@@ -39,6 +40,8 @@ def index_query(
         folded = torch.ldexp(folded, exponent)
     elif index_dtype == "bf16":
         rotated = rotated.bfloat16()
+    elif index_dtype != "fp32":
+        raise ConfigError(f"index_dtype={index_dtype} has no query precision here; use fp8, bf16 or fp32.")
     return rotated, folded * width**-0.5 * heads**-0.5
 
 

@@ -47,6 +47,7 @@ def qk_norm_rope_insert(
     rotated = rotated[:, :-1]
     if padded_heads is not None and padded_heads > q.shape[1]:
         rotated = torch.nn.functional.pad(rotated, (0, 0, 0, padded_heads - q.shape[1]))
-    if q_dtype == torch.float8_e4m3fn:
-        return to_fp8(rotated if q_scale is None else rotated * q_scale.reciprocal())
+    if q_dtype is not None and q_dtype.itemsize == 1:
+        scaled = rotated if q_scale is None else rotated * q_scale.reciprocal()
+        return to_fp8(scaled, str(q_dtype).removeprefix("torch.float8_"))
     return rotated.to(q_dtype or q.dtype)

@@ -34,10 +34,10 @@ def sparse_mla(
         want_lse: Whether to return the log-sum-exp, too.
 
     Returns:
-        `[tokens, heads, head_dim]` of `q.dtype`, and the log-sum-exp `[tokens, heads]` fp32 or None: natural
-        logarithm, sink excluded, minus infinity where nothing is attended.
+        `[tokens, heads, head_dim]` of `q.dtype`, bf16 for an FP8 q; and the log-sum-exp `[tokens, heads]`
+        fp32 or None: natural logarithm, sink excluded, minus infinity where nothing is attended.
     """
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=torch.bfloat16 if q.itemsize == 1 else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if want_lse else None
     tiles = [(start, min(start + QUERY_TILE, q.shape[0])) for start in range(0, q.shape[0], QUERY_TILE)]
     while tiles:
@@ -86,9 +86,12 @@ def _distinct(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _scores(
     q: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None, softmax_scale: float
 ) -> torch.Tensor:
-    """`[tokens, heads, n]`: a row named n times counts exp(log n) times, one that is not named exp(-inf)."""
+    """`[tokens, heads, n]`: a row that is named n times scores log n more, one that is not minus infinity."""
     scores = (q * softmax_scale) @ rows.T
-    return scores if count is None else scores.add_(count.log()[:, None])
+    if count is None:
+        return scores
+    unnamed = (count == 0)[:, None]  # filled, not added: its score may be infinite
+    return scores.add_(count.clamp_min(1).log()[:, None]).masked_fill_(unnamed, float("-inf"))
 
 
 def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
