@@ -28,10 +28,22 @@ class ReferenceStep:
             step.positions, step.token_to_request, table.block_table, table.page_size, self._window
         )
         if self.kind.select == "all":
-            assert self.kind.ratio is not None
-            visible = (step.positions + 1) // self.kind.ratio
-            width = int(visible.max()) if visible.numel() else 0
-            self.entries = self.slots(ops.visible_entries(visible, width))
+            self.entries = self._all_entries(step)
+
+    def _all_entries(self, step: Step) -> torch.Tensor:
+        """Slots of every entry that a query sees `[tokens, most]`: a request's slots, cut for each query."""
+        assert self.kind.ratio is not None
+        visible = (step.positions + 1) // self.kind.ratio
+        width = int(visible.max()) if visible.numel() else 0
+        entry = torch.arange(width, dtype=torch.int32, device=visible.device)
+        requests, table = (
+            torch.arange(step.num_requests, device=visible.device),
+            step.compressed[self.kind.name],
+        )
+        slots = ops.entry_slots(
+            entry.expand(step.num_requests, -1), requests, table.block_table, table.page_size
+        )
+        return slots[step.token_to_request].masked_fill_(entry >= visible[:, None], -1)
 
     def slots(self, entries: torch.Tensor) -> torch.Tensor:
         """Slots of request-local entries `[tokens, k]` in this kind's compressed pools."""
