@@ -52,7 +52,12 @@ class DeepseekV4Attention:
     """
 
     def __init__(
-        self, bound: BoundLayer, weights: LayerWeights, layout: KVCacheLayout, observe: Observe = nullcontext
+        self,
+        bound: BoundLayer,
+        weights: LayerWeights,
+        layout: KVCacheLayout,
+        observe: Observe = nullcontext,
+        graph: bool = False,
     ) -> None:
         """Prepare the weights that the core multiplies with.
 
@@ -61,9 +66,10 @@ class DeepseekV4Attention:
             weights: The layer's weights; the backend's own were prepared when it was bound.
             layout: The formats of the layer's caches.
             observe: Wraps each operation.
+            graph: Whether steps are captured: then what is computed may not depend on a step's lengths.
         """
         self.bound, self.layer, self.rope = bound, bound.spec, weights.rope
-        self.layout, self._observe = layout, observe
+        self.layout, self._observe, self._graph = layout, observe, graph
         kind = self.layer.kind
         self._vectors = {
             name: weight.data for name, weight in weights.tensors.items() if name.endswith(("norm", ".ape"))
@@ -176,7 +182,8 @@ class DeepseekV4Attention:
         with self._observe("indexer"):
             assert kind.ratio is not None
             visible, lengths = (step.positions + 1) // kind.ratio, step.host_lengths
-            if lengths is not None and kind.visible_entries(max(lengths.total, default=0)) <= k:
+            short = lengths is not None and kind.visible_entries(max(lengths.total, default=0)) <= k
+            if short and not self._graph:
                 return ops.visible_entries(visible, k)
             return self._top_k(projected, visible, caches, step)
 

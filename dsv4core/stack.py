@@ -54,7 +54,8 @@ def load_layer(
     spec = layer_spec(checkpoint.shape, index, rank, ranks)
     weights = checkpoint.layer(index, rank, ranks, max_positions=positions, device=device)
     bound = bind_layer(selection, spec, weights, device)
-    attention = DeepseekV4Attention(bound, weights, selection.layout, observe)
+    graph = selection.request.graph
+    attention = DeepseekV4Attention(bound, weights, selection.layout, observe, graph)
     return StackedLayer(attention, checkpoint.attn_norm(index).to(device))
 
 

@@ -3,8 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsv4core.model.random_checkpoint import write_random_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in every run, so that a failure comes back."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -272,6 +272,22 @@ def test_entries_that_another_layer_chose(make_stack):
     assert not torch.allclose(stack.attend(layer, x, step, other)[0][300:], out[300:])
 
 
+def test_a_captured_step_never_takes_the_short_cut(make_stack, monkeypatch):
+    """A graph captured on a short step is replayed on longer ones."""
+    calls = []
+    monkeypatch.setattr(ops, "select_entries", lambda *args: calls.append(args) or select_entries(*args))
+    select_entries = ops.indexer.select_entries
+    stack = make_stack([1], length=64)
+    layer, x = stack.layers[0], hidden_states(20)
+    step = stack.plan([0], [20])
+    _, expected = stack.attend(layer, x, step)
+    assert calls == []
+    monkeypatch.setattr(layer.attention, "_graph", True)
+    _, selected = stack.attend(layer, x, step)
+    assert len(calls) == 1
+    assert torch.equal(selected, expected)
+
+
 def test_short_contexts_choose_all_entries_as_the_indexer_would(make_stack):
     stack = make_stack([1], length=300)
     layer, x = stack.layers[0], hidden_states(256)
