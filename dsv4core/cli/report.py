@@ -176,7 +176,7 @@ def _verification(checked: Verification) -> Iterator[tuple[str, str | Text]]:
     )
     yield (
         "",
-        f"relative error {checked.rel_err:.2e} (at most {checked.tolerance:.0e}), worst in layer "
+        f"relative error {checked.rel_err:.2e} (at most {checked.tolerance:.2e}), worst in layer "
         f"{checked.worst_layer}; largest difference {checked.max_abs_err:.2e}",
     )
     if checked.agreement is not None:
