@@ -136,6 +136,8 @@ def _check(override: Override, keys: dict[str, Field[Any]]) -> None:
     if key in presets and override.value() not in presets[key]:
         names = ", ".join(presets[key])
         raise ConfigError(f"{key}={override.value()} is not known; the names are {names}.")
+    if key == "layers":
+        _check_layers(override.value())
     if key in presets or key == "backend" or _field(key, keys) is not None:
         return
     own = sorted(name for name in keys if name.startswith("backend."))
@@ -145,6 +147,14 @@ def _check(override: Override, keys: dict[str, Field[Any]]) -> None:
     near = difflib.get_close_matches(key, known, n=1)
     advice = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}."
     raise ConfigError(f"{key!r} is not a key; {advice}")
+
+
+def _check_layers(value: object) -> None:
+    numbers = value if isinstance(value, list) else [value]
+    if value is not None and (numbers is not value or not all(isinstance(number, int) for number in numbers)):
+        raise ConfigError(
+            f"layers={value} is no list of layer numbers; write 'layers=[0,2]', or null for all."
+        )
 
 
 def _presets(group: str) -> list[str]:

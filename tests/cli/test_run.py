@@ -260,6 +260,8 @@ def test_nan_in_a_weight(capsys, tiny_checkpoint, tmp_path):
             ["layers=[1,1]"],
             "layers=[1, 1] names a layer twice, and each has one set of caches; name it once.",
         ),
+        (["layers=2"], "layers=2 is no list of layer numbers; write 'layers=[0,2]', or null for all."),
+        (["layers=[a]"], "layers=['a'] is no list of layer numbers; write 'layers=[0,2]', or null for all."),
         (["device=tpu"], "device=tpu is not a torch device; use auto, cpu, cuda or cuda:1."),
         (["checkpoint=/nowhere"], "/nowhere is not a directory; give the one that holds config.json."),
         (["model=huge"], "model=huge is not known; the names are tiny, v4_flash, v4_pro."),
