@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 LAYER_OUTPUT: Mapping[str, float] = MappingProxyType(
     {
-        # Against fp32 caches: what storing keys costs. An E4M3 code is within 2^-4 of its value, and a key is
-        # both score and value, so twice that for the worst single token; bf16 rounds q and the output, too.
-        "fp8_ds_mla": 2**-3,
-        "fp8_e4m3": 2**-3,
+        # Against fp32 caches: what storing keys costs. An E4M3 code is within 2^-4 of its value, and the worst
+        # token of a run comes near that (6.5e-2 in 64 decode steps): a key is both score and value.
+        "fp8_ds_mla": 8e-2,
+        "fp8_e4m3": 8e-2,
         "bf16": 2e-2,
         "fp32": 1e-5,
         # Against the reference on the same cached bytes: rounding of the activations only.
