@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 LAYER_OUTPUT: Mapping[str, float] = MappingProxyType(
     {
-        # Against fp32 caches: what storing keys costs. An E4M3 code is within 2^-4 of its value, and the worst
-        # token of a run comes near that (6.5e-2 in 64 decode steps): a key is both score and value.
+        # Against fp32 caches: what storing keys costs. An E4M3 code is within 2^-4 of its value, and the
+        # worst token of a run comes near that (6.5e-2 in 64 decode steps): a key is both score and value.
         "fp8_ds_mla": 8e-2,
         "fp8_e4m3": 8e-2,
         "bf16": 2e-2,
