@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 from dsv4core.api import BackendOptions, ConfigError
-from dsv4core.framework.selection import DEFAULT_ORDER
+from dsv4core.api.selection import Probe, Seam
+from dsv4core.framework.order import DEFAULT_ORDER, check_order
+from dsv4core.framework.platform import machine_named
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES
 
 DTYPES = ("bfloat16", "float32")
 
 
+def key(text: str, default: Any, *choices: str) -> Any:
+    """A field: its help text, its default or what makes it, and the values that are allowed."""
+    metadata = {"help": text, "choices": choices}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def leaves(options: object, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """All keys below a dataclass: their dotted name, their field, their value."""
+    for own in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, own.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{own.name}.")
+        else:
+            yield f"{prefix}{own.name}", own, value
+
+
 def _default_order() -> dict[str, list[str]]:
-    return {key: list(names) for key, names in DEFAULT_ORDER.items()}
+    return {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
 
 
 @dataclass
@@ -21,15 +43,18 @@ class AutoOptions(BackendOptions):
     """Options of `backend=auto`: it takes the first backend of an order that can run the request.
 
     Attributes:
-        order: Names by architecture (`sm_90`) or, where that has none, by platform (`cpu`, `cuda`, `rocm`).
-        exclude: Names that are never taken.
+        order: Names to try by machine; of `sm_90_heads_16`, `sm_90`, `cuda_heads_16` and `cuda`, the first.
+
+    Raises:
+        ConfigError: A key names no machine.
     """
 
     name: str = "auto"
-    order: dict[str, list[str]] = field(
-        default_factory=_default_order, metadata={"help": "backends to try, by architecture or platform"}
-    )
-    exclude: list[str] = field(default_factory=list, metadata={"help": "backends never to take"})
+    order: dict[str, list[str]] = key("backends to try, by architecture or platform", _default_order)
+
+    def __post_init__(self) -> None:
+        """Refuse an order that would never be looked at."""
+        check_order(self.order)
 
 
 @dataclass
@@ -44,6 +69,51 @@ class ModelOptions:
 
 
 @dataclass
+class PluginsOptions:
+    """What is not loaded, whoever installed it."""
+
+    disable: list[str] = key("backends or distributions never to load", list)
+
+
+@dataclass
+class PageSizesOptions:
+    """Rows a page, as in `dsv4core.api.PageSizes`."""
+
+    window: int = key("rows of a window page", 64)
+    context: int = key("raw tokens that a page of compressed entries stands for", 256)
+    state: int = key("most rows of a compressor-state page", 8)
+
+
+@dataclass
+class RequestOptions:
+    """What `dsv4 explain` asks for: another machine's request, or an engine's. Fields as in `Request`.
+
+    Raises:
+        ConfigError: A value is out of range or not known.
+    """
+
+    arch: str | None = key("sm_100, gfx942, cpu, …; null: this machine's", None)
+    tensor_parallel: int = key("ranks that share the heads", 1)
+    context_parallel: int = key("ranks that share the context", 1)
+    decode_query_len: int = key("most query tokens of a decode request", 1)
+    graph: bool = key("decode steps will be captured", False)
+    strided_pages: bool = key("the host's pages are strided", False)
+    private_output: bool = key("a backend may keep its attention output to itself", True)
+    host_lengths: bool = key("the host knows a step's lengths", True)
+    deterministic: bool = key("a row's output must not depend on its batch", False)
+    seam: str = key("depth at which the host uses the backend", "layer", *get_args(Seam))
+    probe: str = key("host: import kernel libraries; static: metadata only", "static", *get_args(Probe))
+    page_sizes: PageSizesOptions = field(default_factory=PageSizesOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse what no host could ask."""
+        _check_choices(self, "request.")
+        _check_least(self, "request.", tensor_parallel=1, context_parallel=1, decode_query_len=1)
+        if self.arch is not None:
+            machine_named(self.arch)
+
+
+@dataclass
 class DSV4Config:
     """The root of the configuration: each field is a key, and its help text says what it is.
 
@@ -51,54 +121,50 @@ class DSV4Config:
         ConfigError: A value is out of range or not known.
     """
 
-    backend: BackendOptions = field(
-        default_factory=AutoOptions, metadata={"help": "who computes: auto, or an installed backend's name"}
-    )
-    model: ModelOptions = field(
-        default_factory=ModelOptions,
-        metadata={"help": "preset of the model's sizes, where no checkpoint gives them"},
-    )
-    checkpoint: str | None = field(
-        default=None, metadata={"help": "folder of a checkpoint; null: one with random weights is written"}
-    )
-    kv_cache_dtype: str = field(
-        default="auto", metadata={"help": f"format of the KV caches: {', '.join(KV_CACHE_DTYPES)}"}
-    )
-    index_dtype: str = field(
-        default="auto", metadata={"help": f"format of the indexer's keys: {', '.join(INDEX_DTYPES)}"}
-    )
-    device: str = field(default="auto", metadata={"help": "torch device: auto, cpu, cuda, cuda:1"})
-    dtype: str = field(default="bfloat16", metadata={"help": f"dtype of activations: {' or '.join(DTYPES)}"})
-    prompt: str = field(default="", metadata={"help": "text to prefill, or @FILE; empty: random tokens"})
-    prefill: int = field(default=400, metadata={"help": "tokens of the prompt"})
-    decode: int = field(default=16, metadata={"help": "tokens decoded after it"})
-    batch: int = field(default=2, metadata={"help": "requests side by side"})
-    chunk: int = field(default=256, metadata={"help": "most tokens of one prompt in one step"})
-    layers: list[int] | None = field(default=None, metadata={"help": "layer numbers to run; null: all"})
-    verify: bool = field(default=False, metadata={"help": "compare with the reference"})
-    seed: int = field(default=0, metadata={"help": "seed of random tokens and weights"})
-    json: bool = field(default=False, metadata={"help": "print JSON"})
+    backend: BackendOptions = key("who computes: auto, or an installed backend's name", AutoOptions)
+    model: ModelOptions = key("preset of the model's sizes, where no checkpoint gives them", ModelOptions)
+    checkpoint: str | None = key("folder of a checkpoint; null: one with random weights is written", None)
+    kv_cache_dtype: str = key("format of the KV caches", "auto", *KV_CACHE_DTYPES)
+    index_dtype: str = key("format of the indexer's keys", "auto", *INDEX_DTYPES)
+    device: str = key("torch device: auto, cpu, cuda, cuda:1", "auto")
+    dtype: str = key("dtype of activations", "bfloat16", *DTYPES)
+    prompt: str = key("text to prefill, or @FILE; empty: random tokens", "")
+    prefill: int = key("tokens of the prompt", 400)
+    decode: int = key("tokens decoded after it", 16)
+    batch: int = key("requests side by side", 2)
+    chunk: int = key("most tokens of one prompt in one step", 256)
+    layers: list[int] | None = key("layer numbers to run; null: all", None)
+    verify: bool = key("compare with the reference", False)
+    seed: int = key("seed of random tokens and weights", 0)
+    json: bool = key("print JSON", False)
+    plugins: PluginsOptions = field(default_factory=PluginsOptions)
+    request: RequestOptions = field(default_factory=RequestOptions)
 
     def __post_init__(self) -> None:
         """Refuse values that no run could use."""
-        for name, least in {"prefill": 0, "decode": 0, "batch": 1, "chunk": 1, "seed": 0}.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{name}={value} is too small; the least is {least}.")
+        _check_choices(self)
+        _check_least(self, prefill=0, decode=0, batch=1, chunk=1, seed=0)
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed} is too large; the most is {(1 << 32) - 1}.")
         if self.prefill + self.decode == 0:
             raise ConfigError("prefill=0 and decode=0 leave nothing to run; set one of them.")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype} is not known; use {' or '.join(DTYPES)}.")
-        for name, table in {"kv_cache_dtype": KV_CACHE_DTYPES, "index_dtype": INDEX_DTYPES}.items():
-            if getattr(self, name) not in table:
-                *names, last = table
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not known; use {', '.join(names)} or {last}."
-                )
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise ConfigError(f"layers={self.layers} cannot be run; give numbers from 0 on, or null for all.")
+
+
+def _check_choices(options: object, prefix: str = "") -> None:
+    for own in fields(options):  # type: ignore[arg-type]
+        choices, value = own.metadata.get("choices"), getattr(options, own.name)
+        if choices and value not in choices:
+            *names, last = choices
+            raise ConfigError(f"{prefix}{own.name}={value} is not known; use {', '.join(names)} or {last}.")
+
+
+def _check_least(options: object, prefix: str = "", **bounds: int) -> None:
+    for name, least in bounds.items():
+        value = getattr(options, name)
+        if value < least:
+            raise ConfigError(f"{prefix}{name}={value} is too small; the least is {least}.")
 
 
 def read_prompt(value: str) -> str:

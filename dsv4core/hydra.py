@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
+import re
 from collections.abc import Sequence
-from dataclasses import Field, fields
-from pathlib import Path
+from contextlib import redirect_stdout
+from dataclasses import Field
+from io import StringIO
 from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.completion_plugin import CompletionPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dsv4core.api import BackendOptions, BackendUnavailable, ConfigError, PluginError
-from dsv4core.config import AutoOptions, DSV4Config, read_prompt
-from dsv4core.framework.discovery import absent_reason, discover
-from dsv4core.framework.manager import broken, load_backend, one_line
+from dsv4core.config import AutoOptions, DSV4Config, leaves, read_prompt
+from dsv4core.framework.discovery import BackendRecord, discover
+from dsv4core.framework.known import absent_reason
+from dsv4core.framework.manager import broken, load_backend
+from dsv4core.framework.switches import strict
+from dsv4core.framework.wording import near_miss, one_line
+from dsv4core.presets import CONF, PRESET_GROUPS, presets
 
 logger = logging.getLogger(__name__)
-
-CONF = Path(__file__).parent / "conf"
 
 # Hydra 1.3 wants version_base; 1.4 warns about it, and about a config that is stored twice.
 _HYDRA_1_3 = hydra.__version__.startswith("1.3.")
@@ -38,13 +43,18 @@ def register_configs(group: str = "backend") -> None:
     Another application calls it before `hydra.main`, with the group of the backend there. With `dsv4/backend`
     the schema is in the group `dsv4`, and the defaults `dsv4: dsv4_config` and `dsv4/backend: auto` make a
     `DSV4Config` of its key `dsv4`. A backend that cannot be loaded is left out with a warning.
+
+    Raises:
+        PluginError: With `DSV4_STRICT=1`: a backend cannot be loaded.
     """
     _store_root(group.rpartition("/")[0])
     _store(group, AutoOptions())
-    for name in discover():
+    for record in discover().values():
         try:
-            _store(group, _load_options(name))
+            _store(group, _default_options(record))
         except PluginError as error:
+            if strict() and error.reason.code != "disabled":
+                raise
             logger.warning("%s", error)
 
 
@@ -62,7 +72,7 @@ def compose(overrides: Sequence[str] = ()) -> DSV4Config:
     prompts = [text.partition("=")[2] for text in overrides if text.startswith("prompt=")]
     texts = [text for text in overrides if not text.startswith("prompt=")]
     parsed = [_parse(text) for text in texts]
-    options = _load_options(_chosen(parsed))
+    options = _load_options(_chosen(parsed), _disabled(parsed))
     keys = _keys(options)
     for override in parsed:
         _check(override, keys)
@@ -81,6 +91,22 @@ def chosen_backend(overrides: Sequence[str]) -> str:
         ConfigError: An override is malformed.
     """
     return _chosen([_parse(text) for text in overrides if not text.startswith("prompt=")])
+
+
+def completion_script(shell: str) -> str:
+    """What makes a shell ask `dsv4 -sc query=SHELL` for completions: Hydra's own script, for `eval`.
+
+    Raises:
+        ConfigError: Hydra has none for that shell.
+    """
+    plugins = cast(list[Any], Plugins.instance().discover(CompletionPlugin))
+    found = {plugin.provides(): plugin for plugin in plugins}
+    if shell not in found:
+        raise ConfigError(f"-sc install={shell} is not known; the shells are {', '.join(sorted(found))}.")
+    script = StringIO()
+    with redirect_stdout(script):
+        found[shell](config_loader=None).install()
+    return script.getvalue()
 
 
 def _parse(text: str) -> Override:
@@ -106,47 +132,60 @@ def _chosen(overrides: Sequence[Override]) -> str:
     return name
 
 
-def _load_options(name: str) -> BackendOptions:
+def _disabled(overrides: Sequence[Override]) -> list[str]:
+    values = [override.value() for override in overrides if override.key_or_group == "plugins.disable"]
+    return [str(name) for name in values[-1]] if values and isinstance(values[-1], list) else []
+
+
+def _load_options(name: str, disable: Sequence[str]) -> BackendOptions:
     """The default options of a backend."""
     if name == "auto":
         return AutoOptions()
-    records = discover()
+    records = discover(disable)
     if name not in records:
         raise BackendUnavailable(str(absent_reason(name, records)))
-    backend = load_backend(records[name])
-    options = backend.info.options(name=name)
+    return _default_options(records[name])
+
+
+def _default_options(record: BackendRecord) -> BackendOptions:
+    options = load_backend(record).info.options(name=record.name)
     try:
         OmegaConf.structured(options)
     except OmegaConfBaseException as error:
-        raise broken(backend, f"has options that Hydra cannot hold: {one_line(error)}") from error
+        raise broken(record, f"has options that Hydra cannot hold: {one_line(error)}") from error
     return options
 
 
 def _keys(options: BackendOptions) -> dict[str, Field[Any]]:
     """The keys that may be set, with their fields."""
-    groups = ("backend", "model")
-    keys = {field.name: field for field in fields(DSV4Config) if field.name not in groups}
-    return keys | {f"backend.{field.name}": field for field in fields(options) if field.name != "name"}
+    config = DSV4Config(backend=options)
+    return {name: own for name, own, _ in leaves(config) if name not in ("backend.name", "model.name")}
 
 
 def _check(override: Override, keys: dict[str, Field[Any]]) -> None:
     """Refuse what Hydra would ignore (`+typo=1` and `hydra.x=1` change nothing) or explain at length."""
     key = override.get_key_element().lstrip("+")
-    presets = {group: _presets(group) for group in ("model", "workload")}
-    if key in presets and override.value() not in presets[key]:
-        names = ", ".join(presets[key])
+    if key in PRESET_GROUPS and override.value() not in presets(key):
+        names = ", ".join(presets(key))
         raise ConfigError(f"{key}={override.value()} is not known; the names are {names}.")
     if key == "layers":
         _check_layers(override.value())
-    if key in presets or key == "backend" or _field(key, keys) is not None:
+    if key in PRESET_GROUPS or key == "backend" or _field(key, keys) is not None:
         return
-    own = sorted(name for name in keys if name.startswith("backend."))
-    if key.startswith("backend."):
-        raise ConfigError(f"{key!r} is not an option of this backend; it takes {', '.join(own) or 'none'}.")
-    known = sorted({*keys, *presets, "backend"}.difference(own))
-    near = difflib.get_close_matches(key, known, n=1)
-    advice = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}."
-    raise ConfigError(f"{key!r} is not a key; {advice}")
+    raise ConfigError(f"{key!r} is not {_advice(key, sorted({*keys, *PRESET_GROUPS, 'backend'}))}")
+
+
+def _advice(key: str, known: Sequence[str]) -> str:
+    """How the sentence about an unknown key goes on after "is not"."""
+    group, dot, _ = key.partition(".")
+    own = ", ".join(name for name in known if dot and name.startswith(f"{group}."))
+    if group == "backend":
+        return f"an option of this backend; it takes {own or 'none'}."
+    near = near_miss(key, known)
+    if near or own:
+        return f"a key; did you mean {near!r}?" if near else f"a key; {group} takes {own}."
+    shown = sorted({re.sub(r"\..*", ".*", name) for name in known if not name.startswith("backend.")})
+    return f"a key; the keys are {', '.join(shown)}."
 
 
 def _check_layers(value: object) -> None:
@@ -155,10 +194,6 @@ def _check_layers(value: object) -> None:
         raise ConfigError(
             f"layers={value} is no list of layer numbers; write 'layers=[0,2]', or null for all."
         )
-
-
-def _presets(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def _field(key: str | None, keys: dict[str, Field[Any]]) -> Field[Any] | None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4core.api.selection import Decision, Reason
+
 
 class DSV4Error(Exception):
     """Base of all errors that carry a sentence for the user; the command line prints it and exits with 2."""
@@ -24,8 +29,24 @@ class CacheError(DSV4Error):
 
 
 class PluginError(DSV4Error):
-    """A backend package is broken: its import raised, a hook is missing, or its API number does not fit."""
+    """A backend cannot be loaded or breaks the contract.
+
+    Attributes:
+        reason: Why, and what to do.
+    """
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class BackendUnavailable(DSV4Error):
-    """The asked backend cannot run this request, or `auto` found none that can."""
+    """The asked backend cannot run this request, or `auto` found none that can.
+
+    Attributes:
+        decisions: What was found about each backend that was looked at.
+    """
+
+    def __init__(self, message: str, decisions: tuple[Decision, ...] = ()) -> None:
+        super().__init__(message)
+        self.decisions = decisions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from dsv4core.api.errors import ConfigError
 from dsv4core.api.kvcache import PageSizes
@@ -15,6 +15,7 @@ from dsv4core.api.options import BackendOptions
 Platform = Literal["cpu", "cuda", "rocm"]
 Seam = Literal["layer", "kernel"]
 Probe = Literal["static", "host"]
+Verdict = Literal["chosen", "rejected", "could-run", "not-reached"]
 
 REASON_CODES: Mapping[str, str] = MappingProxyType(
     {
@@ -81,12 +82,45 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """What selection found about one backend.
+
+    Attributes:
+        backend: Its name.
+        verdict: `chosen`; `rejected` for `reasons`; `could-run` where a named backend could not and this one
+            could; `not-reached` where `auto` had found one before.
+        reasons: Why it was rejected, else empty.
+    """
+
+    backend: str
+    verdict: Verdict
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True)
 class Requirement:
-    """A package that a backend needs at run time: import name, distribution, and how to install it."""
+    """A package that a backend needs at run time. The core checks it from metadata, without an import.
+
+    Attributes:
+        module: What the backend imports, such as `flashinfer`.
+        distribution: Who has to provide it, such as `flashinfer-python`.
+        install: The command that installs it.
+        version: The versions that fit, such as `>=0.6.14,<0.8`; empty where any does.
+
+    Raises:
+        ValueError: `version` is no version specifier of PEP 440.
+    """
 
     module: str
     distribution: str
     install: str
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        if self.version:
+            from packaging.specifiers import SpecifierSet
+
+            SpecifierSet(self.version)
 
 
 @dataclass(frozen=True)
@@ -100,6 +134,9 @@ class BackendInfo:
         summary: One line for tables.
         requirements: Packages it needs at run time.
         capabilities: Names from `CAPABILITIES`.
+
+    Raises:
+        ValueError: A platform or a capability is not known.
     """
 
     api: int
@@ -110,10 +147,17 @@ class BackendInfo:
     capabilities: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        unknown = sorted(self.capabilities - set(CAPABILITIES))
-        if unknown:
-            known = ", ".join(sorted(CAPABILITIES))
-            raise ValueError(f"capabilities {unknown} are not known; the list is closed: {known}.")
+        _check_names("platforms", self.platforms, get_args(Platform))
+        _check_names("capabilities", self.capabilities, sorted(CAPABILITIES))
+        if not self.platforms:
+            raise ValueError("platforms are empty; name those that the backend has kernels for.")
+
+
+def _check_names(what: str, given: Collection[str], known: Sequence[str]) -> None:
+    # A string is a collection too, and `"cuda" in "cuda"` would pass for a while.
+    unknown = [given] if isinstance(given, str) else sorted(set(given).difference(known))
+    if unknown:
+        raise ValueError(f"{what}={unknown!r} cannot be; give several of {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -159,6 +203,7 @@ class Request:
         graph: Whether decode steps will be captured.
         private_output: Whether the host lets a backend keep its attention output to itself.
         host_lengths: Whether the host can give a step's lengths on the host.
+        deterministic: Whether a row's output must not depend on the other rows of its batch.
         seam: The depth at which the host uses the backend.
         probe: `static` may read distribution metadata only; `host` may import the kernel library.
     """
@@ -179,5 +224,6 @@ class Request:
     graph: bool = False
     private_output: bool = True
     host_lengths: bool = True
+    deterministic: bool = False
     seam: Seam = "layer"
     probe: Probe = "host"

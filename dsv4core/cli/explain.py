@@ -1,28 +1,30 @@
-"""`dsv4 explain`: which backend a run would take on this machine, and why not the others. Without torch."""
+"""`dsv4 explain`: which backend a run would take, here or elsewhere, and why not the others. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 
 from dsv4core.api import (
     BackendOptions,
     BackendUnavailable,
+    Decision,
     KVCacheLayout,
     LayerPlan,
     ModelShape,
     PluginError,
     Request,
 )
+from dsv4core.api.selection import Probe
 from dsv4core.cli.output import show
-from dsv4core.config import DSV4Config
-from dsv4core.framework.platform import Machine, guess_machine
-from dsv4core.framework.request import build_limits, build_request, select_configured
-from dsv4core.framework.selection import Decision, Selection, SelectionError
+from dsv4core.config import DSV4Config, leaves
+from dsv4core.framework.platform import Machine, guess_machine, machine_named
+from dsv4core.framework.request import build_request, select_configured
+from dsv4core.framework.selection import Selection
 from dsv4core.hydra import chosen_backend, compose
 from dsv4core.model.shapes import PRESETS, load_model_shape
 
@@ -30,20 +32,19 @@ from dsv4core.model.shapes import PRESETS, load_model_shape
 def explain(overrides: Sequence[str]) -> int:
     """Print what selection decides for a configuration.
 
-    Nothing beyond package metadata is looked at, so a backend may still find at run time that its kernels do
-    not load.
+    With `request.probe=static`, the default, backends look at package metadata only, so one may still find
+    at run time that its kernels do not load.
 
     Returns:
         The exit code: 0 where a backend was chosen, else 2.
     """
     config = _compose(overrides)
-    machine = guess_machine(config.device)
-    request = build_request(
-        config, _shape(config), build_limits(config), machine.platform, machine.arch, probe="static"
-    )
+    arch = config.request.arch
+    machine = guess_machine(config.device) if arch is None else machine_named(arch)
+    request = build_request(config, _shape(config), machine, cast(Probe, config.request.probe))
     selection, decisions = _select(config, request)
     if config.json:
-        print(json.dumps(_report(request, selection, decisions), indent=2, default=sorted))
+        print(json.dumps(_report(config, request, selection, decisions), indent=2, default=sorted))
     else:
         _print(machine, config, selection, decisions)
     return 0 if selection else 2
@@ -66,19 +67,39 @@ def _shape(config: DSV4Config) -> ModelShape:
 def _select(config: DSV4Config, request: Request) -> tuple[Selection | None, tuple[Decision, ...]]:
     try:
         selection = select_configured(config, request)
-    except SelectionError as error:
+    except BackendUnavailable as error:
         return None, error.decisions
     return selection, selection.decisions
 
 
-def _report(request: Request, selection: Selection | None, decisions: Sequence[Decision]) -> dict[str, Any]:
+def _report(
+    config: DSV4Config, request: Request, selection: Selection | None, decisions: Sequence[Decision]
+) -> dict[str, Any]:
     return {
         "request": asdict(request),
         "chosen": selection.backend.name if selection else None,
         "decisions": [asdict(decision) for decision in decisions],
         "kv_cache": _formats(selection.layout) if selection else None,
         "plan": {kind: asdict(plan) for kind, plan in selection.plans.items()} if selection else None,
+        "config": _keys(config),
     }
+
+
+def _keys(config: DSV4Config) -> dict[str, dict[str, Any]]:
+    """Every key with its value, and whether that is the default."""
+    defaults = dict(_values(DSV4Config(backend=type(config.backend)(name=config.backend.name))))
+    return {
+        name: {"value": value, "source": "default" if (name, value) in defaults.items() else "set"}
+        for name, value in _values(config)
+    }
+
+
+def _values(config: DSV4Config) -> Iterator[tuple[str, Any]]:
+    for name, _, value in leaves(config):
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", one) for key, one in value.items())
+        else:
+            yield name, value
 
 
 def _formats(layout: KVCacheLayout) -> dict[str, dict[str, Any]]:
@@ -96,12 +117,16 @@ def _print(
     table = Table("backend", "verdict", "reasons", box=None, padding=(0, 2, 0, 0))
     for decision in decisions:
         table.add_row(decision.backend, decision.verdict, "\n".join(map(str, decision.reasons)))
-    show(f"{model} on {where} ({machine.source}; torch was not asked)\n", table)
+    asked = "" if machine.source == "as asked" else "; torch was not asked"
+    show(f"{model} on {where} ({machine.source}{asked})\n", table)
+    keys = _keys(config).items()
+    changed = [f"{name}={facts['value']}" for name, facts in keys if facts["source"] == "set"]
+    show(f"\nNot the defaults: {', '.join(changed) or 'nothing'}")
     if selection is None:
-        show("\nNothing was chosen.")
+        show("Nothing was chosen. Name a backend with backend=NAME, or list some in backend.order.")
         return
     rows = (f"{name} {kept.name} {kept.bytes_per_token} B" for name, kept in vars(selection.layout).items())
-    show(f"\nKV caches, bytes a row: {', '.join(rows)}")
+    show(f"KV caches, bytes a row: {', '.join(rows)}")
     show(*(f"{kind}: {_sentence(plan)}" for kind, plan in selection.plans.items()))
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dsv4core.api import BackendOptions
-from dsv4core.config import AutoOptions, DSV4Config
+from dsv4core.api import BackendOptions, PluginError
+from dsv4core.config import AutoOptions, DSV4Config, leaves
 from dsv4core.framework.discovery import discover
-from dsv4core.framework.manager import UnusableBackend, load_backend
+from dsv4core.framework.manager import load_backend
+from dsv4core.presets import PRESET_GROUPS, presets
 
 USAGE = """\
 dsv4: the attention layer of DeepSeek-V4 on any accelerator
@@ -27,6 +28,16 @@ Examples
   dsv4 run --prompt "Attention, please." decode=32
   dsv4 run prompt=@speech.txt workload=long
   dsv4 explain backend=flashmla model=v4_flash kv_cache_dtype=fp8
+  dsv4 explain request.arch=sm_100 request.tensor_parallel=4
+"""
+
+AFTERWORD = """
+Switches in the environment
+  DSV4_DISABLE=NAME,...    load none of these backends or distributions
+  DSV4_STRICT=1            raise what a plugin raises, with its traceback
+
+Completion in bash, zsh or fish
+  eval "$(dsv4 -sc install=bash)"
 """
 
 
@@ -34,10 +45,16 @@ def print_help() -> None:
     """Print commands, examples, keys, and the installed backends with their options."""
     print(USAGE)
     console = Console(markup=False, highlight=False)
-    console.print("Keys (also workload=quick or long: presets of prefill, decode and batch)")
-    console.print(_table(_key_rows("", fields(DSV4Config))))
+    config = DSV4Config()
+    console.print("Keys")
+    console.print(
+        _table([*_group_rows(config), *_rows(config, "", without=("backend.", "model.", "request."))])
+    )
+    console.print("\nKeys of dsv4 explain: what another machine or an engine would ask")
+    console.print(_table(_rows(config.request, "request.")))
     console.print("\nBackends")
     console.print(_table(_backend_rows()))
+    print(AFTERWORD)
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> Table:
@@ -47,29 +64,47 @@ def _table(rows: Iterable[tuple[str, str, str]]) -> Table:
     return table
 
 
-def _key_rows(prefix: str, keys: Iterable[Field[Any]]) -> list[tuple[str, str, str]]:
-    return [(prefix + key.name, _default(key), key.metadata.get("help", "")) for key in keys]
+def _group_rows(config: DSV4Config) -> list[tuple[str, str, str]]:
+    groups = {
+        "backend": "who computes: auto, or an installed backend's name",
+        "model": "preset of the model's sizes, where no checkpoint gives them",
+        "workload": "preset of prefill, decode and batch",
+    }
+    defaults = {"backend": config.backend.name, "model": config.model.name, "workload": "quick"}
+    return [
+        (name, defaults[name], text + (f": {', '.join(presets(name))}" if name in PRESET_GROUPS else ""))
+        for name, text in groups.items()
+    ]
 
 
-def _default(key: Field[Any]) -> str:
-    value = key.default if key.default_factory is MISSING else key.default_factory()
-    value = getattr(value, "name", value)
-    if value is MISSING:
-        return ""
+def _rows(options: object, prefix: str, without: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+    return [
+        (prefix + name, _shown(value), _about(own))
+        for name, own, value in leaves(options)
+        if not name.startswith(without)
+    ]
+
+
+def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
+def _about(own: Field[Any]) -> str:
+    choices = own.metadata.get("choices", ())
+    return own.metadata.get("help", "") + (f": {', '.join(choices)}" if choices else "")
+
+
 def _backend_rows() -> list[tuple[str, str, str]]:
-    rows = [("auto", "", "the first of an order that can run"), *_option_rows(AutoOptions)]
+    rows = [("auto", "", "the first of an order that can run"), *_option_rows(AutoOptions())]
     for name, record in discover().items():
         try:
             info = load_backend(record).info
-        except UnusableBackend as error:
+        except PluginError as error:
             rows.append((name, "", str(error)))
         else:
-            rows += [(name, "", info.summary), *_option_rows(info.options)]
+            rows += [(name, "", info.summary), *_option_rows(info.options(name=name))]
     return rows
 
 
-def _option_rows(options: type[BackendOptions]) -> list[tuple[str, str, str]]:
-    return _key_rows("  backend.", [field for field in fields(options) if field.name != "name"])
+def _option_rows(options: BackendOptions) -> list[tuple[str, str, str]]:
+    return _rows(options, "  backend.", without=("name",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 
 from dsv4core import __version__
 from dsv4core.api import ConfigError, DSV4Error
+from dsv4core.framework.switches import strict
+from dsv4core.framework.wording import near_miss
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 where a verification fails; 2 for the user's mistakes; 130 where interrupted.
     """
+    _log_to_stderr()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if os.environ.get("DSV4_STRICT", "0") not in ("", "0"):
+        if strict():
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"dsv4: {where}{error.strerror or error}.", file=sys.stderr)
@@ -63,7 +65,7 @@ def parse(words: Sequence[str]) -> Arguments:
     remaining = iter(words)
     for word in remaining:
         option, equals, text = word.partition("=")
-        if option in ("--help", "-h"):
+        if word in ("--help", "-h"):
             return Arguments(help=True)
         if option == "--prompt":
             prompts.append(text if equals else next(remaining, ""))
@@ -91,10 +93,12 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         print(f"dsv4core {__version__}")
         return 0
+    if words[0] in ("-sc", "--shell-completion"):
+        return _complete(words[1:])
     command, *rest = words
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
+        near = near_miss(command, COMMANDS)
+        advice = f"did you mean {near!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{command!r} is not a command; {advice}")
     arguments = parse(rest)
     return _help() if arguments.help else COMMANDS[command](arguments)
@@ -107,13 +111,32 @@ def _help() -> int:
     return 0
 
 
+def _complete(words: Sequence[str]) -> int:
+    """Speak with a shell as a Hydra application does: print its script, or candidates for `COMP_LINE`."""
+    action, _, shell = " ".join(words).partition("=")
+    if action == "install":
+        from dsv4core.hydra import completion_script
+
+        print(completion_script(shell), end="")
+    elif action == "query":
+        from dsv4core.cli.completion import complete
+
+        logging.disable()  # the shell shows stderr in the middle of the line
+        line = os.environ.get("COMP_LINE", "dsv4 ").split(" ")
+        candidates = complete([*filter(None, line[1:-1]), line[-1]], tuple(COMMANDS))
+        print(("\n" if shell == "fish" else " ").join(candidates))
+    else:
+        raise ConfigError(f"-sc {' '.join(words)} is not known; write -sc install=bash, zsh or fish.")
+    return 0
+
+
 def _run(arguments: Arguments) -> int:
     from dsv4core.hydra import compose
 
+    logging.getLogger("dsv4core").setLevel(logging.INFO)  # which backend was chosen, and why
     config = compose(arguments.overrides)
     if arguments.prompt is not None:
         config.prompt = arguments.prompt
-    _log_to_stderr()
     from dsv4core.cli.run import run
 
     return run(config)
@@ -152,8 +175,8 @@ class _StderrHandler(logging.Handler):
 
 
 def _log_to_stderr() -> None:
-    """Show dsv4core's own log (which backend was chosen and why) without touching other loggers."""
+    """Show dsv4core's own log without touching other loggers: warnings, unless a command wants more."""
     logger = logging.getLogger("dsv4core")
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.WARNING)

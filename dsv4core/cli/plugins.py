@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
+from dsv4core.api import PluginError
 from dsv4core.cli.output import show
-from dsv4core.framework.discovery import KNOWN_BACKENDS, BackendRecord, discover
-from dsv4core.framework.manager import UnusableBackend, load_backend
+from dsv4core.framework.discovery import BackendRecord, discover
+from dsv4core.framework.known import KNOWN_BACKENDS
+from dsv4core.framework.manager import load_backend
+from dsv4core.framework.requirements import requirement_reasons
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Row:
 
     Attributes:
         name: Its name.
-        status: `ok`, `absent`, or the code of the reason why it cannot be loaded.
+        status: `ok`, `absent`, or the code of the reason why it cannot be loaded or what it needs is missing.
         dist: The distribution it comes from.
         version: The installed version, or None.
         summary: One line about it, or what is wrong with it.
@@ -60,8 +63,10 @@ def plugins(as_json: bool) -> int:
 
 def _row(record: BackendRecord) -> Row:
     try:
-        backend = load_backend(record)
-    except UnusableBackend as error:
+        info = load_backend(record).info
+        reason = next(iter(requirement_reasons(info)), None)
+    except PluginError as error:
         reason = error.reason
+    if reason is not None:
         return Row(record.name, reason.code, record.distribution, record.version, reason.text, reason.fix)
-    return Row(record.name, "ok", record.distribution, record.version, backend.info.summary, None)
+    return Row(record.name, "ok", record.distribution, record.version, info.summary, None)

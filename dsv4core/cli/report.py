@@ -125,7 +125,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str | Text]]:
     backend = selection.backend
     yield (
         "backend",
-        f"{backend.name} ({backend.distribution} {backend.version}) on {report.device}: {_why(selection)}",
+        f"{backend.name} ({backend.record.source}) on {report.device}: {_why(selection)}",
     )
     yield "checkpoint", str(report.checkpoint)
     kinds = Counter(spec.kind.name for spec in report.specs)

@@ -23,9 +23,9 @@ from dsv4core.cli.report import Report, human_bytes, print_report
 from dsv4core.cli.timing import OperationTimer
 from dsv4core.cli.tokens import Tokens, prompt_tokens, random_tokens
 from dsv4core.cli.verify import Shadow, shadow_request
-from dsv4core.config import DSV4Config
+from dsv4core.config import DSV4Config, RequestOptions
 from dsv4core.framework.platform import machine_of
-from dsv4core.framework.request import build_limits, build_request, select_configured
+from dsv4core.framework.request import build_request, select_configured
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.checkpoint import Checkpoint
 from dsv4core.model.random_checkpoint import FORMAT, random_checkpoint_bytes, write_random_checkpoint
@@ -50,14 +50,16 @@ def run(config: DSV4Config) -> int:
     Raises:
         DSV4Error: The configuration, the checkpoint or the backend does not allow the run.
     """
+    if config.request != RequestOptions():
+        raise ConfigError(
+            "request.* is for dsv4 explain; leave it out of dsv4 run, which asks for what it does."
+        )
     device = _device(config.device)
     checkpoint = Checkpoint.open(_checkpoint_directory(config))
     layers = _layer_numbers(config, checkpoint.shape)
     checkpoint.verify(layers)
     _check_lengths(config, checkpoint.shape)
-    machine = machine_of(device)
-    limits = build_limits(config)
-    request = build_request(config, checkpoint.shape, limits, machine.platform, machine.arch)
+    request = build_request(config, checkpoint.shape, machine_of(device), probe="host")
     selection = select_configured(config, request)
     tokens = _tokens(config, checkpoint)
     timer = OperationTimer(device)

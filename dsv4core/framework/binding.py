@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dsv4core.api import AttentionOutput, LayerKind, LayerPlan, LayerSpec, LayerWeights, Step
@@ -50,8 +51,8 @@ class BoundLayer:
         """Backend, version and kernel variant, and what the backend adds about the layer's state."""
         facts = {
             "backend": self.backend.name,
-            "distribution": self.backend.distribution,
-            "version": self.backend.version,
+            "distribution": self.backend.record.distribution,
+            "version": self.backend.record.version,
             "variant": self.plan.variant,
         }
         if self.backend.implements("dsv4_describe"):
@@ -78,31 +79,71 @@ class BoundKind:
     plan_step: Callable[[Step], None] = field(repr=False)
 
 
-def bind(backend: Backend, hook: str, *fixed: object) -> Callable[..., Any]:
+def bind(backend: Backend, hook: str, *fixed: object, place: str = "") -> Callable[..., Any]:
     """A plain callable for one hook, its first arguments filled in.
 
     The result takes the remaining arguments in the order of the contract, whatever subset or order the
-    backend's function takes. Where wrappers are registered it goes through pluggy instead.
+    backend's function takes. An exception goes through it untouched, with a note that names the backend
+    and `place`; None where a value is due is an error. Where wrappers are registered it goes through pluggy.
 
     Args:
         backend: The backend.
         hook: The hook's name.
         fixed: Values of the contract's first arguments.
+        place: What it is bound for, such as `layer 3 (c4a)`.
 
     Raises:
-        UnusableBackend: The backend does not implement the hook.
+        PluginError: The backend does not implement the hook.
     """
     own = backend.implementation(hook)
     if own is None:
-        raise broken(backend, f"does not implement {hook}")
+        raise broken(backend.record, f"does not implement {hook}")
     caller = getattr(backend.manager.hook, hook)
     names = caller.spec.argnames
+    function, arguments = own.function, ", ".join(own.argnames)
     if len(caller.get_hookimpls()) > 1:
         _say_slow(backend.name)
-        return _adapter(caller, names, ", ".join(f"{name}={name}" for name in names), fixed)
-    if not fixed and own.argnames == names:
-        return own.function
-    return _adapter(own.function, names, ", ".join(own.argnames), fixed)
+        function, arguments = caller, ", ".join(f"{name}={name}" for name in names)
+    held, rest = ", ".join(names[: len(fixed)]), ", ".join(names[len(fixed) :])
+    template = _WITHOUT_RESULT if caller.spec.function.__annotations__["return"] == "None" else _WITH_RESULT
+    scope: dict[str, Any] = {}
+    exec(template.format(held=held, rest=rest, arguments=arguments), scope)
+    origin = f"in {hook} of backend {backend.name!r} ({backend.record.source})"
+    note = partial(_note, f"{origin}, {place}" if place else origin)
+    nothing = partial(broken, backend.record, f"returned None from {hook}, where a value is due")
+    bound: Callable[..., Any] = scope["make"](function, note, nothing, *fixed)
+    return bound
+
+
+# One call of Python and nothing else: `partial` and `**kwargs` cost more, a quiet `try` costs nothing.
+_WITH_RESULT = """
+def make(function, note, nothing, {held}):
+    def bound({rest}):
+        try:
+            result = function({arguments})
+        except Exception as error:
+            note(error)
+            raise
+        if result is None:
+            raise nothing()
+        return result
+    return bound
+"""
+_WITHOUT_RESULT = """
+def make(function, note, nothing, {held}):
+    def bound({rest}):
+        try:
+            function({arguments})
+        except Exception as error:
+            note(error)
+            raise
+    return bound
+"""
+
+
+def _note(text: str, error: Exception) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
 
 
 def bind_layer(
@@ -117,28 +158,25 @@ def bind_layer(
         device: Where its state goes.
 
     Raises:
-        UnusableBackend: The backend returned no state.
+        PluginError: The backend returned no state.
         ValueError: The selection has no plan for the layer's kind.
     """
     backend, plan = selection.backend, _plan_of(selection, spec.kind)
-    state = answer(
-        backend,
-        "dsv4_init_layer_buffers",
-        object,
-        layer=spec,
-        plan=plan,
-        weights=weights,
-        device=device,
-        options=selection.options,
-    )
-    own = {name: bind(backend, f"dsv4_{name}", spec, state) for name in plan.own_ops}
+    place = f"layer {spec.index} ({spec.kind.name})"
+    make = bind(backend, "dsv4_init_layer_buffers", place=place)
+    state = make(spec, plan, weights, device, selection.options)
+
+    def bind_here(hook: str) -> Callable[..., Any]:
+        return bind(backend, hook, spec, state, place=place)
+
+    own = {name: bind_here(f"dsv4_{name}") for name in plan.own_ops}
     return BoundLayer(
         backend=backend,
         spec=spec,
         plan=plan,
         state=state,
-        forward_mqa=bind(backend, "dsv4_forward_mqa", spec, state),
-        o_proj=bind(backend, "dsv4_o_proj", spec, state),
+        forward_mqa=bind_here("dsv4_forward_mqa"),
+        o_proj=bind_here("dsv4_o_proj"),
         insert_kv=own.get("insert_kv"),
         compress=own.get("compress"),
         index_logits=own.get("index_logits"),
@@ -155,27 +193,20 @@ def bind_kind(selection: Selection, kind: LayerKind, device: torch.device) -> Bo
         device: Where its buffers go; they hold a step of the request's limits.
 
     Raises:
-        UnusableBackend: The backend returned no state.
+        PluginError: The backend returned no state.
         ValueError: The selection has no plan for this kind.
     """
     backend, plan = selection.backend, _plan_of(selection, kind)
-    state = answer(
-        backend,
-        "dsv4_init_step_buffers",
-        object,
-        request=selection.request,
-        kind=kind,
-        plan=plan,
-        device=device,
-        options=selection.options,
-    )
+    place = f"layers of kind {kind.name}"
+    make = bind(backend, "dsv4_init_step_buffers", place=place)
+    state = make(selection.request, kind, plan, device, selection.options)
     prepares = backend.implements("dsv4_prepare_step")
     return BoundKind(
         kind=kind,
         plan=plan,
         state=state,
-        prepare_step=bind(backend, "dsv4_prepare_step", state) if prepares else _nothing,
-        plan_step=bind(backend, "dsv4_plan_step", state),
+        prepare_step=bind(backend, "dsv4_prepare_step", state, place=place) if prepares else _nothing,
+        plan_step=bind(backend, "dsv4_plan_step", state, place=place),
     )
 
 
@@ -188,16 +219,6 @@ def _plan_of(selection: Selection, kind: LayerKind) -> LayerPlan:
     if plan is None:
         raise ValueError(f"no plan for layers of kind {kind.name}; planned are {', '.join(selection.plans)}.")
     return plan
-
-
-def _adapter(
-    function: Callable[..., Any], names: Sequence[str], arguments: str, fixed: tuple[object, ...]
-) -> Callable[..., Any]:
-    """Generate `lambda rest: function(arguments)`: one call of Python and nothing else."""
-    held, rest = names[: len(fixed)], names[len(fixed) :]
-    source = f"lambda {', '.join(['function', *held])}: lambda {', '.join(rest)}: function({arguments})"
-    adapter: Callable[..., Any] = eval(source)(function, *fixed)
-    return adapter
 
 
 @cache

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from dsv4core.api import CAPABILITIES, BackendInfo, ConfigError, LayerPlan, LayerSpec, Reason, Request
 from dsv4core.framework.manager import Backend, broken
+from dsv4core.framework.requirements import requirement_reasons
 from dsv4core.model.shapes import layer_spec
 
 
@@ -31,24 +32,27 @@ def core_reasons(info: BackendInfo, request: Request) -> tuple[Reason, ...]:
         return (
             Reason("platform", f"It has kernels for {served}, and the request is for {request.platform}."),
         )
-    return (*_capability_reasons(info, request), *_model_reasons(request))
+    return (*requirement_reasons(info), *_capability_reasons(info, request), *_model_reasons(request))
 
 
 def check_plan(backend: Backend, request: Request, layer: LayerSpec, plan: LayerPlan) -> None:
     """Check a plan against its request.
 
     Raises:
-        UnusableBackend: The plan contradicts the request or names an operation that has no hook.
+        PluginError: The plan contradicts the request or names an operation that has no hook.
     """
+    record = backend.record
     if plan.padded_q_heads < layer.num_heads:
         raise broken(
-            backend, f"plans {plan.padded_q_heads} query heads for a layer that has {layer.num_heads} of them"
+            record, f"plans {plan.padded_q_heads} query heads for a layer that has {layer.num_heads} of them"
         )
+    if plan.output.format == "private" and "private-output" not in backend.info.capabilities:
+        raise broken(record, "plans a private attention output, and does not declare 'private-output'")
     if plan.output.format == "private" and not request.private_output:
-        raise broken(backend, "plans a private attention output, which the request forbids")
+        raise broken(record, "plans a private attention output, which the request forbids")
     for operation in sorted(plan.own_ops):
         if not backend.implements(f"dsv4_{operation}"):
-            raise broken(backend, f"plans to do {operation} itself, but does not implement dsv4_{operation}")
+            raise broken(record, f"plans to do {operation} itself, but does not implement dsv4_{operation}")
 
 
 def sample_layers(request: Request) -> Iterator[LayerSpec]:
@@ -66,6 +70,7 @@ def _capability_reasons(info: BackendInfo, request: Request) -> Iterator[Reason]
         "defer-sink": merged,
         "multi-token-decode": request.decode_query_len > 1,
         "graph": request.graph,
+        "deterministic": request.deterministic,
         "strided-pages": request.strided_pages,
         "tensor-parallel": request.tensor_parallel > 1,
     }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, distributions
-from types import MappingProxyType
 
-from dsv4core.api import Reason
+from dsv4core.api import PluginError, Reason
+from dsv4core.framework.known import KNOWN_BACKENDS
+from dsv4core.framework.switches import disabled, strict, warn_about_unknown_switches
+from dsv4core.framework.wording import near_miss, one_line, warn_once
 
 GROUP = "dsv4core.backends"
 
@@ -25,6 +25,8 @@ class BackendRecord:
         value: What the entry point names: `module` or `module:object`.
         distribution: The distribution that declares it.
         version: That distribution's version.
+        core: The versions of dsv4core that it asks for, such as `<0.2,>=0.1`; empty where any will do.
+        folder: Where that distribution's metadata lies.
         problem: Why it must not be loaded (`conflict`, `disabled` or `broken`), or None.
     """
 
@@ -32,84 +34,148 @@ class BackendRecord:
     value: str
     distribution: str
     version: str
+    core: str = ""
+    folder: str = ""
     problem: Reason | None = None
 
-
-@dataclass(frozen=True)
-class KnownBackend:
-    """A backend that exists but need not be installed: its distribution and one line about it."""
-
-    distribution: str
-    summary: str
+    @property
+    def source(self) -> str:
+        """Distribution and version, for people."""
+        return f"{self.distribution} {self.version}".rstrip()
 
     @property
-    def install(self) -> str:
-        """The command that installs it."""
-        return f"pip install {self.distribution}"
+    def title(self) -> str:
+        """The subject of sentences about it."""
+        return f"Backend {self.name!r} of {self.source}"
+
+    @property
+    def package(self) -> str:
+        """The package whose code it is: `dsv4_plugin_acme` of `dsv4_plugin_acme.plugin:backend`."""
+        module = self.value.partition(":")[0].strip()
+        return module.rpartition(".")[0] or module
 
 
-KNOWN_BACKENDS: Mapping[str, KnownBackend] = MappingProxyType(
-    {
-        "flashmla": KnownBackend(
-            "dsv4-plugin-flashmla", "FlashMLA and DeepGEMM kernels for sm_90 and sm_100"
-        ),
-        "flashinfer": KnownBackend(
-            "dsv4-plugin-flashinfer", "FlashInfer kernels for sm_90, sm_100 and sm_103"
-        ),
-        "rocm_aiter": KnownBackend("dsv4-plugin-rocm-aiter", "AITER kernels for gfx942 and gfx950"),
-        "hopper": KnownBackend("dsv4-plugin-hopper", "warp-specialised kernels for sm_90"),
-    }
-)
-
-
-def discover() -> dict[str, BackendRecord]:
+def discover(disable: Iterable[str] = ()) -> dict[str, BackendRecord]:
     """The installed backends by name, in alphabetical order.
 
     All distributions are read, because `importlib.metadata.entry_points()` keeps one distribution a name and
     a stale egg-info would hide the real one.
+
+    Args:
+        disable: Backends and distributions that must not be loaded, besides those of `DSV4_DISABLE`.
+
+    Raises:
+        PluginError: With `DSV4_STRICT=1`: a name is unusable or declared more than once.
     """
+    warn_about_unknown_switches()
     declared: dict[str, list[BackendRecord]] = defaultdict(list)
     for distribution in distributions():
+        for record in _records(distribution):
+            declared[record.name].append(record)
+    switched_off = dict.fromkeys(disable, "plugins.disable") | dict.fromkeys(disabled(), "DSV4_DISABLE")
+    _warn_about_unknown_names(switched_off, declared)
+    records = {name: _resolve(declared[name], switched_off) for name in sorted(declared)}
+    for record in records.values():
+        if strict() and record.problem is not None and record.problem.code != "disabled":
+            raise PluginError(record.problem)
+    return records
+
+
+def _records(distribution: Distribution) -> list[BackendRecord]:
+    try:
         # Only a file that names the group is parsed: other people's broken metadata is not ours to meet.
         if GROUP not in (distribution.read_text("entry_points.txt") or ""):
-            continue
+            return []
+    except UnicodeDecodeError:
+        return []
+    folder = str(distribution.locate_file(""))
+    try:
         identity = _identity(distribution)
-        for entry_point in distribution.entry_points.select(group=GROUP):
-            declared[entry_point.name].append(BackendRecord(entry_point.name, entry_point.value, *identity))
-    disabled = {name.strip() for name in os.environ.get("DSV4_DISABLE", "").split(",")}
-    return {name: _resolve(declared[name], name in disabled) for name in sorted(declared)}
+        return [
+            BackendRecord(entry_point.name, entry_point.value, *identity, folder)
+            for entry_point in distribution.entry_points.select(group=GROUP)
+        ]
+    except Exception as error:
+        if strict():
+            raise
+        warn_once(f"Backends that a distribution in {folder} declares cannot be read: {one_line(error)}.")
+        return []
 
 
-def absent_reason(name: str, installed: Iterable[str]) -> Reason:
-    """Why the backend `name` is not there, and how to get it or which name was probably meant."""
-    known = KNOWN_BACKENDS.get(name)
-    if known is not None:
-        return Reason("package-missing", f"Backend {name!r} is not installed.", f"Run `{known.install}`.")
-    names = sorted({"auto", *installed, *KNOWN_BACKENDS})
-    near = difflib.get_close_matches(name, names, n=1)
-    fix = f"Did you mean {near[0]!r}?" if near else f"The names are: {', '.join(names)}."
-    return Reason("package-missing", f"No backend is named {name!r}.", fix)
+def _identity(distribution: Distribution) -> tuple[str, str, str]:
+    """Name, version, and the versions of dsv4core that it asks for."""
+    if not (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")):
+        return "a distribution without METADATA", "", ""
+    asks = [text for text in distribution.requires or () if re.match(r"dsv4core(?![\w.-])", text)]
+    return distribution.metadata["Name"], distribution.version, ",".join(map(_specifier, asks))
 
 
-def _identity(distribution: Distribution) -> tuple[str, str]:
-    if distribution.read_text("METADATA") or distribution.read_text("PKG-INFO"):
-        return distribution.metadata["Name"], distribution.version
-    return "a distribution without METADATA", ""
+def _specifier(requirement: str) -> str:
+    from packaging.requirements import Requirement
+
+    return str(Requirement(requirement).specifier)
 
 
-def _resolve(records: list[BackendRecord], disabled: bool) -> BackendRecord:
+def _warn_about_unknown_names(
+    switched_off: Mapping[str, str], declared: Mapping[str, list[BackendRecord]]
+) -> None:
+    distributions = {record.distribution for records in declared.values() for record in records}
+    known = {*declared, *KNOWN_BACKENDS, *distributions}
+    canonical = set(map(_canonical, known))
+    for name, where in switched_off.items():
+        if _canonical(name) not in canonical:
+            near = near_miss(name, known)
+            advice = f"Did you mean {near!r}?" if near else "`dsv4 plugins` lists them."
+            warn_once(f"{where} names {name!r}, which is no installed backend or distribution. {advice}")
+
+
+def _resolve(records: list[BackendRecord], switched_off: Mapping[str, str]) -> BackendRecord:
     """One record for one name: the first on the path, with the problem that keeps it from being loaded."""
     first = records[0]
-    if disabled:
-        text, fix = f"Backend {first.name!r} is disabled.", "Take its name out of DSV4_DISABLE."
+    by_canonical_name = {_canonical(name): (name, where) for name, where in switched_off.items()}
+    kept = [record for record in records if _canonical(record.distribution) not in by_canonical_name]
+    off = _canonical(first.name if kept else first.distribution)
+    if off in by_canonical_name:
+        name, where = by_canonical_name[off]
+        text, fix = f"Backend {first.name!r} is disabled.", f"Take {name!r} out of {where}."
         return replace(first, problem=Reason("disabled", text, fix))
-    if not first.name.isidentifier() or first.name == "auto":
+    first = kept[0]
+    # `vendor.backend` keeps apart what several vendors call alike.
+    if first.name == "auto" or not all(part.isidentifier() for part in first.name.split(".")):
         text = f"{first.distribution} declares a backend named {first.name!r}, which is not a usable name."
-        return replace(first, problem=Reason("broken", text, "Use an identifier other than 'auto'."))
-    # A stale egg-info may spell the distribution otherwise and have another version.
-    owners = {(re.sub(r"[-_.]+", "-", r.distribution).lower(), r.value): r for r in reversed(records)}
-    if len(owners) == 1:
-        return first
-    names = " and ".join(sorted(f"{r.distribution} {r.version} ({r.value})" for r in owners.values()))
-    text = f"Backend {first.name!r} is declared more than once: {names}."
-    return replace(first, problem=Reason("conflict", text, "Uninstall all but one."))
+        fix = "Use an identifier, or identifiers with dots between them, and not 'auto'."
+        return replace(first, problem=Reason("broken", text, fix))
+    owners = {(_canonical(record.distribution), record.value) for record in kept}
+    if len(owners) > 1:
+        return replace(first, problem=_conflict(kept))
+    if len({record.version for record in kept}) > 1:
+        _report_copies(kept)
+    return first
+
+
+def _conflict(records: Sequence[BackendRecord]) -> Reason:
+    places = " and ".join(sorted(f"{_place(record)} as {record.value}" for record in records))
+    names = sorted({record.distribution for record in records}, key=_canonical)
+    fix = "Uninstall all but one."
+    if len(set(map(_canonical, names))) > 1:
+        fix = f"Uninstall all but one, or switch one off, as by DSV4_DISABLE={names[-1]}."
+    return Reason("conflict", f"Backend {records[0].name!r} is declared more than once: by {places}.", fix)
+
+
+def _report_copies(records: Sequence[BackendRecord]) -> None:
+    """The same backend in several versions, as a stale egg-info leaves it: whatever is imported, it runs."""
+    places = " and ".join(map(_place, records))
+    text = f"Backend {records[0].name!r} is installed more than once: by {places}."
+    fix = "Uninstall all but one."
+    if strict():
+        raise PluginError(Reason("conflict", text, fix))
+    warn_once(f"{text} The first on sys.path is used. {fix}")
+
+
+def _place(record: BackendRecord) -> str:
+    return f"{record.source} (in {record.folder})"
+
+
+def _canonical(name: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import os
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar, cast
 
 import pluggy
 
+from dsv4core import __version__
 from dsv4core.api import SUPPORTED_API, BackendInfo, BackendOptions, PluginError, Reason, hookspecs
 from dsv4core.framework.discovery import GROUP, BackendRecord
+from dsv4core.framework.switches import strict
+from dsv4core.framework.watchdog import watch
+from dsv4core.framework.wording import near_miss, with_origin
 
 T = TypeVar("T")
 
@@ -22,21 +24,22 @@ class Backend:
     """A loaded backend.
 
     Attributes:
-        name: Its name in configs and commands.
-        distribution: The distribution it comes from.
-        version: That distribution's version.
+        record: What its distribution declares.
         info: Its description of itself.
         manager: A plugin manager of its own: it holds the backend and wrappers of its hooks, so that no hook
             ever reaches another backend.
         plugin: The module or object with the hook implementations.
     """
 
-    name: str
-    distribution: str
-    version: str
+    record: BackendRecord
     info: BackendInfo
     manager: pluggy.PluginManager
     plugin: object
+
+    @property
+    def name(self) -> str:
+        """Its name in configs and commands."""
+        return self.record.name
 
     def implements(self, hook: str) -> bool:
         """Whether the backend itself, not a wrapper, implements `hook`."""
@@ -50,62 +53,56 @@ class Backend:
         return None
 
 
-class UnusableBackend(PluginError):
-    """A backend that cannot be loaded or answers wrongly; `reason` says why and what to do."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-def strict() -> bool:
-    """Whether `DSV4_STRICT=1` asks for original exceptions instead of isolated ones."""
-    return os.environ.get("DSV4_STRICT", "0") not in ("", "0")
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as `Type: text` on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def load_backend(record: BackendRecord) -> Backend:
     """Import a backend and check it against the contract.
 
     Raises:
-        UnusableBackend: It is disabled or in conflict, its import raised, or it breaks the contract. With
-            `DSV4_STRICT=1` an exception of its own comes through as it is.
+        PluginError: It is disabled or in conflict, it was made for another core, its import raised, or it
+            breaks the contract. With `DSV4_STRICT=1` an exception of its own comes through as it is.
     """
     if record.problem is not None:
-        raise UnusableBackend(record.problem)
+        raise PluginError(record.problem)
+    _check_core(record)
     try:
-        plugin = EntryPoint(record.name, record.value, GROUP).load()
-        return _check(record, plugin)
-    except UnusableBackend:
+        with watch(f"Importing backend {record.name!r} of {record.source}", record.name):
+            plugin = EntryPoint(record.name, record.value, GROUP).load()
+            return _check(record, plugin)
+    except PluginError:
         raise
     except (Exception, SystemExit) as error:
         if strict():
             raise
-        raise broken(record, f"cannot be loaded: {one_line(error)}") from error
+        raise broken(record, f"cannot be loaded: {with_origin(error, record.package)}") from error
 
 
 def answer(backend: Backend, hook: str, expected: type[T], **arguments: Any) -> T:
     """Call a hook that is not hot and check that its value is of the type that is due.
 
     Raises:
-        UnusableBackend: The value is None or of another type.
+        PluginError: The value is None or of another type.
     """
     value = getattr(backend.manager.hook, hook)(**arguments)
     if value is None or not isinstance(value, expected):
         due = "a value" if expected is object else expected.__name__
-        raise broken(backend, f"returned {_kind(value)} from {hook}, where {due} is due")
+        raise broken(backend.record, f"returned {_kind(value)} from {hook}, where {due} is due")
     return value
 
 
-def broken(backend: Backend | BackendRecord, what: str) -> UnusableBackend:
+def broken(record: BackendRecord, what: str) -> PluginError:
     """The error for a backend that breaks the contract; `what` ends the sentence that its name begins."""
-    fix = f"Repair or uninstall {backend.distribution}; DSV4_STRICT=1 shows the traceback."
-    return UnusableBackend(Reason("broken", f"{_title(backend)} {what}.", fix))
+    fix = f"Repair or uninstall {record.distribution}; DSV4_STRICT=1 shows the traceback."
+    return PluginError(Reason("broken", f"{record.title} {what}.", fix))
+
+
+def _check_core(record: BackendRecord) -> None:
+    """Before the import, which would fail for reasons that say less."""
+    if not record.core:
+        return
+    from packaging.specifiers import SpecifierSet
+
+    if not SpecifierSet(record.core).contains(__version__, prereleases=True):
+        text = f"{record.title} needs dsv4core{record.core}, and this is dsv4core {__version__}."
+        raise PluginError(Reason("api", text, _fitting(record)))
 
 
 def _check(record: BackendRecord, plugin: object) -> Backend:
@@ -123,21 +120,24 @@ def _check(record: BackendRecord, plugin: object) -> Backend:
         raise broken(record, f"returned {_kind(info)} from dsv4_backend_info, where BackendInfo is due")
     _check_options(record, info.options)
     manager.register(plugin, record.name)
-    return Backend(record.name, record.distribution, record.version, info, manager, plugin)
+    return Backend(record, info, manager, plugin)
 
 
 def _check_api(record: BackendRecord, info: BackendInfo) -> None:
     if info.api in SUPPORTED_API:
         return
     supported = ", ".join(map(str, sorted(SUPPORTED_API)))
-    raise UnusableBackend(
-        Reason(
-            "api",
-            f"{_title(record)} was written for version {info.api} of the contract, and this dsv4core "
-            f"serves {supported}.",
-            f"Install versions of dsv4core and {record.distribution} that fit each other.",
-        )
+    text = (
+        f"{record.title} was written for version {info.api} of the contract, and dsv4core {__version__} "
+        f"serves {supported}."
     )
+    raise PluginError(Reason("api", text, _fitting(record)))
+
+
+def _fitting(record: BackendRecord) -> str:
+    """What to install where a backend and this core do not fit."""
+    own = f"`pip install 'dsv4core{record.core}'`" if record.core else "another version of dsv4core"
+    return f"Install a version of {record.distribution} that fits, or {own}."
 
 
 def _check_options(record: BackendRecord, options: type[BackendOptions]) -> None:
@@ -163,8 +163,8 @@ def _hook_faults(manager: pluggy.PluginManager, plugin: object) -> list[str]:
             continue
         hook = marks["specname"] or name
         if hook not in specs:
-            near = difflib.get_close_matches(hook, specs, n=1)
-            faults.append(f"{hook} is no hook" + (f" (did you mean {near[0]}?)" if near else ""))
+            near = near_miss(hook, specs)
+            faults.append(f"{hook} is no hook" + (f" (did you mean {near}?)" if near else ""))
             continue
         faults += _argument_faults(name, getattr(plugin, name), specs[hook])
         if not (marks["wrapper"] or marks["hookwrapper"]):
@@ -189,7 +189,3 @@ def _argument_faults(name: str, function: Any, known: tuple[str, ...]) -> list[s
 
 def _kind(value: object) -> str:
     return "None" if value is None else type(value).__name__
-
-
-def _title(backend: Backend | BackendRecord) -> str:
-    return f"Backend {backend.name!r} of {backend.distribution} {backend.version}".rstrip()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dsv4core.api import Limits, ModelShape, Request
-from dsv4core.api.selection import Platform, Probe
+from typing import cast
+
+from dsv4core.api import Limits, ModelShape, PageSizes, Request
+from dsv4core.api.selection import Probe, Seam
 from dsv4core.config import AutoOptions, DSV4Config
+from dsv4core.framework.platform import Machine
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.shapes import layer_spec
 
@@ -20,39 +23,38 @@ def build_limits(config: DSV4Config) -> Limits:
     )
 
 
-def build_request(
-    config: DSV4Config,
-    shape: ModelShape,
-    limits: Limits,
-    platform: Platform,
-    arch: str,
-    tensor_parallel: int = 1,
-    probe: Probe = "host",
-) -> Request:
+def build_request(config: DSV4Config, shape: ModelShape, machine: Machine, probe: Probe) -> Request:
     """What a configuration asks of a backend.
 
     Args:
         config: The configuration.
         shape: The whole model's sizes.
-        limits: The largest step.
-        platform: `cpu`, `cuda` or `rocm`.
-        arch: `sm_90`, `gfx942`, …; empty on a CPU.
-        tensor_parallel: Ranks that share the heads.
+        machine: The machine that is to compute.
         probe: How far a backend may look for its kernels.
 
     Raises:
         ConfigError: The heads or the output groups cannot be shared evenly.
     """
+    asked = config.request
     return Request(
-        platform=platform,
-        arch=arch,
+        platform=machine.platform,
+        arch=machine.arch,
         model=shape,
-        num_heads=layer_spec(shape, 0, tp_size=tensor_parallel).num_heads,
-        limits=limits,
+        num_heads=layer_spec(shape, 0, tp_size=asked.tensor_parallel).num_heads,
+        limits=build_limits(config),
         kv_cache_dtype=config.kv_cache_dtype,
         index_dtype=config.index_dtype,
         dtype=config.dtype,
-        tensor_parallel=tensor_parallel,
+        page_sizes=PageSizes(**vars(asked.page_sizes)),
+        strided_pages=asked.strided_pages,
+        decode_query_len=asked.decode_query_len,
+        tensor_parallel=asked.tensor_parallel,
+        context_parallel=asked.context_parallel,
+        graph=asked.graph,
+        private_output=asked.private_output,
+        host_lengths=asked.host_lengths,
+        deterministic=asked.deterministic,
+        seam=cast(Seam, asked.seam),
         probe=probe,
     )
 
@@ -61,9 +63,10 @@ def select_configured(config: DSV4Config, request: Request) -> Selection:
     """Select the backend that a configuration names, or by its order.
 
     Raises:
-        SelectionError: The named backend cannot run the request, or none of the order can.
+        BackendUnavailable: The named backend cannot run the request, or none of the order can.
         ConfigError: The named backend does not accept an asked dtype.
     """
+    disable = config.plugins.disable
     if isinstance(config.backend, AutoOptions):
-        return select(request, order=config.backend.order, exclude=config.backend.exclude)
-    return select(request, config.backend.name, config.backend)
+        return select(request, order=config.backend.order, disable=disable)
+    return select(request, config.backend.name, config.backend, disable=disable)

@@ -6,51 +6,31 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 from dsv4core.api import (
     BackendOptions,
     BackendUnavailable,
     ConfigError,
+    Decision,
     KVCacheLayout,
     LayerPlan,
+    PluginError,
     Reason,
     Request,
 )
 from dsv4core.framework.checks import check_plan, check_request, core_reasons, sample_layers
-from dsv4core.framework.discovery import KNOWN_BACKENDS, BackendRecord, absent_reason, discover
-from dsv4core.framework.manager import (
-    Backend,
-    UnusableBackend,
-    answer,
-    broken,
-    load_backend,
-    one_line,
-    strict,
-)
+from dsv4core.framework.discovery import BackendRecord, discover
+from dsv4core.framework.known import absent_reason
+from dsv4core.framework.manager import Backend, answer, broken, load_backend
+from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
+from dsv4core.framework.switches import strict
+from dsv4core.framework.watchdog import watch
+from dsv4core.framework.wording import with_origin
 
 logger = logging.getLogger(__name__)
 
-Verdict = Literal["chosen", "rejected", "could-run", "not-reached"]
-
-DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType({"cpu": ("reference",), "cuda": (), "rocm": ()})
-"""Order of `auto` by architecture or platform. The reference is a hundred times too slow for a GPU's."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What selection found about one backend.
-
-    Attributes:
-        backend: Its name.
-        verdict: `chosen`; `rejected` for `reasons`; `could-run` where a named backend could not and this one
-            could; `not-reached` where `auto` had found one before.
-        reasons: Why it was rejected, else empty.
-    """
-
-    backend: str
-    verdict: Verdict
-    reasons: tuple[Reason, ...] = ()
+DEFECTS = frozenset({"broken", "api", "conflict", "probe-error"})
+"""Codes of reasons that lie in a package, not in the request: passing over one is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +56,12 @@ class Selection:
     asked: str = ""
 
 
-class SelectionError(BackendUnavailable):
-    """No backend was chosen; `decisions` has what was found about each."""
-
-    def __init__(self, message: str, decisions: tuple[Decision, ...]) -> None:
-        super().__init__(message)
-        self.decisions = decisions
-
-
 def select(
     request: Request,
     backend: str = "auto",
     options: BackendOptions | None = None,
     order: Mapping[str, Sequence[str]] = DEFAULT_ORDER,
-    exclude: Iterable[str] = (),
+    disable: Iterable[str] = (),
 ) -> Selection:
     """Choose the backend that runs `request`.
 
@@ -97,25 +69,23 @@ def select(
         request: What is asked.
         backend: A name: that backend or an error. `auto`: the first of the order that can run the request.
         options: Options of the named backend; None is its defaults.
-        order: For `auto`: names by architecture, else by platform.
-        exclude: For `auto`: names that are never chosen.
+        order: For `auto`: names by architecture or platform; see `DEFAULT_ORDER`.
+        disable: Backends and distributions that are not loaded, besides those of `DSV4_DISABLE`.
 
     Raises:
-        SelectionError: The named backend cannot run the request, or none of the order can.
-        ConfigError: The named backend does not accept an asked dtype, or the request or the arguments
-            contradict themselves.
+        BackendUnavailable: The named backend cannot run the request, or none of the order can.
+        ConfigError: The named backend does not accept an asked dtype, the request or the arguments
+            contradict themselves, or the order names no machine.
+        PluginError: With `DSV4_STRICT=1`: a backend that was looked at is broken.
     """
     check_request(request)
-    records = discover()
+    records = discover(disable)
     if backend != "auto":
         return _select_named(request, backend, options, records)
     if options is not None:
         raise ConfigError("Options belong to a named backend, and backend=auto names none; name it.")
-    excluded = frozenset(exclude)
-    for name in sorted(excluded.difference(records, KNOWN_BACKENDS)):
-        raise ConfigError(f"backend.exclude cannot be used: {absent_reason(name, records)}")
-    names = order.get(request.arch, order.get(request.platform, ()))
-    return _select_first(request, names, excluded, records)
+    check_order(order)
+    return _select_first(request, order_of(request, order), records)
 
 
 def _select_named(
@@ -123,25 +93,23 @@ def _select_named(
 ) -> Selection:
     result = _qualify(request, name, records, options)
     if isinstance(result, Selection):
-        logger.debug("backend=%s runs, as asked: %s.", name, _source(result.backend))
+        logger.debug("backend=%s runs, as asked: %s.", name, result.backend.record.source)
         return replace(result, decisions=(Decision(name, "chosen"),), asked=name)
     others = [_judge(request, other, records) for other in records if other != name]
     able = ", ".join(other.backend for other in others if other.verdict == "could-run")
     message = f"backend={name} cannot run this request: {' '.join(map(str, result))}"
     message += f" What could run here, if you name it: {able or 'nothing that is installed'}."
-    raise SelectionError(message, (Decision(name, "rejected", result), *others))
+    raise BackendUnavailable(message, (Decision(name, "rejected", result), *others))
 
 
-def _select_first(
-    request: Request, order: Sequence[str], exclude: frozenset[str], records: Mapping[str, BackendRecord]
-) -> Selection:
+def _select_first(request: Request, order: Sequence[str], records: Mapping[str, BackendRecord]) -> Selection:
     chosen: Selection | None = None
     decisions = []
     for name in order:
         if chosen is not None:
             decisions.append(Decision(name, "not-reached"))
             continue
-        result = (_EXCLUDED,) if name in exclude else _try(request, name, records)
+        result = _try(request, name, records)
         if isinstance(result, Selection):
             chosen = result
             decisions.append(Decision(name, "chosen"))
@@ -154,11 +122,14 @@ def _select_first(
     ]
     passed = [decision for decision in decisions if decision.verdict == "rejected"]
     if chosen is None:
-        raise SelectionError(_nothing_fits(request, order, passed), tuple(decisions))
-    logger.info(
+        raise BackendUnavailable(_nothing_fits(request, order, passed), tuple(decisions))
+    tried = (decision for decision in passed if decision.backend in order)
+    defect = any(reason.code in DEFECTS for decision in tried for reason in decision.reasons)
+    logger.log(
+        logging.WARNING if defect else logging.INFO,
         "backend=auto chose %s (%s); passed over: %s.",
         chosen.backend.name,
-        _source(chosen.backend),
+        chosen.backend.record.source,
         "; ".join(_line(decision).rstrip(".") for decision in passed) or "none",
     )
     return replace(chosen, decisions=tuple(decisions), asked="auto")
@@ -188,19 +159,22 @@ def _qualify(
     """Everything that one backend decides about the request, or why it cannot run it."""
     if name not in records:
         return (absent_reason(name, records),)
+    record = records[name]
     try:
-        backend = load_backend(records[name])
-        return _ask(backend, request, _options(backend, options))
+        backend = load_backend(record)
+        with watch(f"Asking backend {name!r} of {record.source} what it can run", name):
+            return _ask(backend, request, _options(backend, options))
     except ConfigError:
         raise
-    except UnusableBackend as error:
+    except PluginError as error:
         if strict() and error.reason.code != "disabled":
             raise
         return (error.reason,)
     except Exception as error:
         if strict():
             raise
-        return (Reason("probe-error", f"Its checks raised {one_line(error)}.", "DSV4_STRICT=1 shows where."),)
+        text = f"Its checks raised {with_origin(error, record.package)}."
+        return (Reason("probe-error", text, "DSV4_STRICT=1 shows the traceback."),)
 
 
 def _options(backend: Backend, options: BackendOptions | None) -> BackendOptions:
@@ -218,12 +192,15 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
     reasons = core_reasons(backend.info, request)
     if any(reason.code == "platform" for reason in reasons):
         return reasons
-    arguments = {"request": request, "options": options}
-    own = answer(backend, "dsv4_unsupported_reasons", object, **arguments)
+    # Without its packages a probe of the host could only raise, and hide the reason why.
+    blind = any(reason.code.startswith("package-") for reason in reasons)
+    probed = replace(request, probe="static") if blind else request
+    own = answer(backend, "dsv4_unsupported_reasons", object, request=probed, options=options)
     if not (isinstance(own, Sequence) and all(isinstance(reason, Reason) for reason in own)):
-        raise broken(backend, "returned something else than Reasons from dsv4_unsupported_reasons")
+        raise broken(backend.record, "returned something else than Reasons from dsv4_unsupported_reasons")
     if reasons or own:
         return (*reasons, *own)
+    arguments = {"request": request, "options": options}
     layout = answer(backend, "dsv4_resolve_kv_cache", KVCacheLayout, **arguments)
     plans = {}
     for layer in sample_layers(request):
@@ -231,9 +208,6 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
         check_plan(backend, request, layer, plan)
         plans[layer.kind.name] = plan
     return Selection(request, backend, options, layout, MappingProxyType(plans))
-
-
-_EXCLUDED = Reason("disabled", "It is excluded.", "Take its name out of backend.exclude.")
 
 
 def _not_in_order(name: str) -> Reason:
@@ -256,7 +230,3 @@ def _nothing_fits(request: Request, order: Sequence[str], rejected: Sequence[Dec
 
 def _line(decision: Decision) -> str:
     return f"{decision.backend}: {' '.join(map(str, decision.reasons))}"
-
-
-def _source(backend: Backend) -> str:
-    return f"{backend.distribution} {backend.version}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4core.framework import discovery
+from dsv4core.framework.wording import warn_once
 
 if TYPE_CHECKING:
     import pytest
@@ -84,7 +85,20 @@ def dsv4_forward_mqa(state, q, apply_sink, positions, want_lse, layer):
 def dsv4_o_proj(layer, state, attention, positions):
     return (layer.index, state, attention, positions)
 """
-"""A backend that follows the contract, imports no torch and computes nothing. Break it with `str.replace`."""
+"""A backend that follows the contract, imports no torch and computes nothing. Break it with `altered`."""
+
+
+def altered(*replacements: tuple[str, str], source: str = FAKE_BACKEND) -> str:
+    """The text of a backend with replacements made.
+
+    Raises:
+        ValueError: A text to be replaced is not there, so that the result would prove nothing.
+    """
+    for old, new in replacements:
+        if old not in source:
+            raise ValueError(f"{old!r} is not in the source of the backend that is to be altered.")
+        source = source.replace(old, new)
+    return source
 
 
 def install_backend(
@@ -94,6 +108,7 @@ def install_backend(
     *,
     distribution: str = "",
     version: str = "1.0",
+    requires: str = "",
 ) -> None:
     """Put a backend into `folder`, where discovery finds it once that folder is on `sys.path`.
 
@@ -103,13 +118,16 @@ def install_backend(
         source: The text of its module.
         distribution: Who declares it; by default `fake-<name>`.
         version: The distribution's version.
+        requires: What it requires of another distribution, such as `dsv4core<0.2`.
     """
     distribution = distribution or f"fake-{name}"
     module = distribution.replace("-", "_")
     (folder / f"{module}.py").write_text(source)
     metadata = folder / f"{module}-{version}.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    lines = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {requires}"] if requires else []
+    (metadata / "METADATA").write_text("\n".join(lines) + "\n")
     (metadata / "entry_points.txt").write_text(f"[dsv4core.backends]\n{name} = {module}\n")
 
 
@@ -119,5 +137,6 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delenv("DSV4_DISABLE", raising=False)
     monkeypatch.delenv("DSV4_STRICT", raising=False)
+    warn_once.cache_clear()
     for name in [name for name in sys.modules if name.startswith("fake_")]:
         del sys.modules[name]

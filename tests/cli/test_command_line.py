@@ -77,6 +77,10 @@ def test_the_choice_is_logged(run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "dsv4: acme was chosen.\n"
 
 
+KEYS = (
+    "backend, batch, checkpoint, chunk, decode, device, dtype, index_dtype, json, kv_cache_dtype, layers, "
+    "model, plugins.*, prefill, prompt, request.*, seed, verify, workload"
+)
 MISTAKES = [
     (["rum"], "'rum' is not a command; did you mean 'run'?"),
     (["backend=x"], "'backend=x' is not a command; the commands are run, explain, plugins."),
@@ -98,6 +102,11 @@ MISTAKES = [
     ),
     (["run", "prompt=@none"], "prompt=@none: none cannot be read: No such file or directory."),
     (["run", "decod=1"], "'decod' is not a key; did you mean 'decode'?"),
+    (
+        ["run", "-h=3"],
+        "'-h=3' is not an option; those are --prompt TEXT, --json and --help, and all else is key=value.",
+    ),
+    (["run", "zzz=1"], f"'zzz' is not a key; the keys are {KEYS}."),
     (["plugins", "decode=1"], "dsv4 plugins takes no 'decode=1'; it takes --json and --help only."),
     (["plugins", "--prompt", "a"], "dsv4 plugins takes no --prompt; only dsv4 run computes with one."),
     (["explain", "--prompt", "a"], "dsv4 explain takes no --prompt; only dsv4 run computes with one."),
@@ -135,7 +144,15 @@ def test_help(run: Run, capsys: pytest.CaptureFixture[str], words: list[str]) ->
     text = " ".join(capsys.readouterr().out.split())
     for part in ("dsv4 run [key=value", "kv_cache_dtype auto", "checkpoint null", "backend.workspace_mib 64"):
         assert part in text
-    for part in ("computes nothing", "[broken] Backend 'broken' of fake-broken", "backend.exclude []"):
+    for part in (
+        "workload quick preset of prefill, decode and batch: long, quick",
+        "request.seam layer depth at which the host uses the backend: layer, kernel",
+        "dtype bfloat16 dtype of activations: bfloat16, float32",
+        "DSV4_DISABLE=NAME",
+        'eval "$(dsv4 -sc install=bash)"',
+    ):
+        assert part in text
+    for part in ("computes nothing", "[broken] Backend 'broken' of fake-broken", "plugins.disable []"):
         assert part in text
     assert run.configs == []
 

@@ -10,9 +10,11 @@ from omegaconf import OmegaConf
 
 from dsv4core.api import BackendUnavailable, ConfigError, DSV4Error, PluginError
 from dsv4core.config import AutoOptions, DSV4Config, ModelOptions, read_prompt
-from dsv4core.hydra import _INITIALIZE, CONF, chosen_backend, compose, register_configs
+from dsv4core.framework.order import DEFAULT_ORDER
+from dsv4core.hydra import _INITIALIZE, chosen_backend, compose, register_configs
 from dsv4core.model.shapes import PRESETS
-from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+from dsv4core.presets import CONF
+from dsv4core.testing.fakes import FAKE_BACKEND, altered, install_backend
 
 
 def message(*overrides: str, kind: type[DSV4Error] = ConfigError) -> str:
@@ -27,15 +29,14 @@ def test_defaults_are_those_of_the_dataclass(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+ORDERS = ["backend.order.cuda=[flashmla,hopper]", "backend.order.sm_90=[hopper]", "+backend.order.sm_120=[a]"]
+
+
 def test_auto_order(folder: Path) -> None:
-    options = compose(["backend.order.cuda=[flashmla,hopper]", "+backend.order.sm_90=[hopper]"]).backend
+    options = compose(ORDERS).backend
     assert isinstance(options, AutoOptions)
-    assert options.order == {
-        "cpu": ["reference"],
-        "cuda": ["flashmla", "hopper"],
-        "rocm": [],
-        "sm_90": ["hopper"],
-    }
+    usual = {key: list(names) for key, names in DEFAULT_ORDER.items()}
+    assert options.order == {**usual, "cuda": ["flashmla", "hopper"], "sm_90": ["hopper"], "sm_120": ["a"]}
 
 
 def test_options_are_the_backends_own(folder: Path) -> None:
@@ -51,7 +52,7 @@ def test_a_broken_backend_does_not_disturb_others(folder: Path) -> None:
     assert compose(["backend=acme"]).backend.name == "acme"
     assert compose().backend.name == "auto"
     text = message("backend=broken", kind=PluginError)
-    assert text.startswith("[broken] Backend 'broken' of fake-broken 1.0 cannot be loaded: OSError.")
+    assert text.startswith("[broken] Backend 'broken' of fake-broken 1.0 cannot be loaded: OSError (")
 
 
 def test_presets(folder: Path) -> None:
@@ -90,7 +91,13 @@ def test_prompt_files_that_cannot_be_used(folder: Path) -> None:
 
 KEYS = (
     "backend, batch, checkpoint, chunk, decode, device, dtype, index_dtype, json, kv_cache_dtype, layers, "
-    "model, prefill, prompt, seed, verify, workload"
+    "model, plugins.*, prefill, prompt, request.*, seed, verify, workload"
+)
+PAGES = "request.page_sizes.context, request.page_sizes.state, request.page_sizes.window"
+REQUEST = (
+    "request.arch, request.context_parallel, request.decode_query_len, request.deterministic, request.graph, "
+    f"request.host_lengths, {PAGES}, request.private_output, request.probe, request.seam, "
+    "request.strided_pages, request.tensor_parallel"
 )
 MISTAKES = [
     ("decod=1", "'decod' is not a key; did you mean 'decode'?"),
@@ -100,11 +107,11 @@ MISTAKES = [
     ("model.name=v4_pro", "'model.name' is not a key; did you mean 'model'?"),
     (
         "backend.zzz=1",
-        "'backend.zzz' is not an option of this backend; it takes backend.exclude, backend.order.",
+        "'backend.zzz' is not an option of this backend; it takes backend.order.",
     ),
     (
         "backend.name=acme",
-        "'backend.name' is not an option of this backend; it takes backend.exclude, backend.order.",
+        "'backend.name' is not an option of this backend; it takes backend.order.",
     ),
     ("prefill=abc", "prefill takes int: Value 'abc' of type 'str' could not be converted to Integer."),
     ("prefill=null", "prefill takes int: field 'prefill' is not Optional."),
@@ -114,9 +121,34 @@ MISTAKES = [
         "backend.order takes dict[str, list[str]]: Cannot assign int to Dict[str, List[str]].",
     ),
     (
-        "backend.order.sm_90=[a]",
-        "Could not override 'backend.order.sm_90'. To append to your config use +backend.order.sm_90=[a].",
+        "backend.order.gfx90a=[a]",
+        "Could not override 'backend.order.gfx90a'. To append to your config use +backend.order.gfx90a=[a].",
     ),
+    (
+        "+backend.order.sm90=[a]",
+        "backend.order.sm90 names no machine; write a platform (cpu, cuda, rocm) or an architecture "
+        "(sm_90, gfx942), with _heads_16 after it for 16 query heads a rank.",
+    ),
+    (
+        "backend.order.cpu=[auto]",
+        "backend.order.cpu=['auto'] is no list of backends to try; write [a,b].",
+    ),
+    ("request.arhc=sm_90", "'request.arhc' is not a key; did you mean 'request.arch'?"),
+    ("request.zzzzzzzzz=1", f"'request.zzzzzzzzz' is not a key; request takes {REQUEST}."),
+    (
+        "request.page_sizes.windw=1",
+        "'request.page_sizes.windw' is not a key; did you mean 'request.page_sizes.window'?",
+    ),
+    ("request.arch=90", "request.arch=90 is no architecture; write it as in sm_90, gfx942 or cpu."),
+    ("request.seam=model", "request.seam=model is not known; use layer or kernel."),
+    ("request.probe=deep", "request.probe=deep is not known; use static or host."),
+    ("request.tensor_parallel=0", "request.tensor_parallel=0 is too small; the least is 1."),
+    ("request.graph=maybe", "request.graph takes bool: Value 'maybe' is not a valid bool (type str)."),
+    (
+        "plugins.disable=acme",
+        "plugins.disable takes list[str]: Invalid value assigned: str is not a ListConfig, list or tuple.",
+    ),
+    ("index_dtype=fp4", "index_dtype=fp4 is not known; use auto, fp8, bf16 or fp32."),
     ("model=v5", "model=v5 is not known; the names are tiny, v4_flash, v4_pro."),
     ("workload=short", "workload=short is not known; the names are long, quick."),
     ("backend=null", "backend takes a name; `dsv4 plugins` lists them."),
@@ -158,6 +190,46 @@ def test_options_of_a_backend_are_checked(folder: Path) -> None:
         "'backend.zzz' is not an option of this backend; it takes backend.workspace_mib."
     )
     assert message("backend=acme", "backend.workspace_mib=0") == "workspace_mib must be at least 1."
+
+
+NESTED = """
+@dataclass
+class Tuning:
+    split: int = 1
+
+
+@dataclass
+class Options(BackendOptions):
+    tuning: Tuning = field(default_factory=Tuning)
+"""
+
+
+def test_nested_options(folder: Path) -> None:
+    plain = "@dataclass\nclass Options(BackendOptions):\n    workspace_mib: int = 64\n"
+    install_backend(folder, "acme", altered((plain, NESTED), ("import dataclass", "import dataclass, field")))
+    options = compose(["backend=acme", "backend.tuning.split=4"]).backend
+    assert options.tuning.split == 4  # type: ignore[attr-defined]
+    for typo in ("backend.tuning.splt=4", "+backend.tuning.splt=4"):
+        assert message("backend=acme", typo) == (
+            "'backend.tuning.splt' is not an option of this backend; it takes backend.tuning.split."
+        )
+
+
+def test_a_name_with_a_dot(folder: Path) -> None:
+    install_backend(folder, "acme.fast", distribution="fake-a")
+    install_backend(folder, "acme.exact", altered(("= 64", "= 7")), distribution="fake-b")
+    assert vars(compose(["backend=acme.fast"]).backend) == {"name": "acme.fast", "workspace_mib": 64}
+    assert vars(compose(["backend=acme.exact"]).backend) == {"name": "acme.exact", "workspace_mib": 7}
+
+
+def test_disabled_backends_are_not_loaded(folder: Path) -> None:
+    install_backend(folder, "acme", "raise OSError", distribution="fake-one")
+    install_backend(folder, "acme", distribution="fake-two")
+    config = compose(["backend=acme", "plugins.disable=[fake-one]"])
+    assert config.plugins.disable == ["fake-one"]
+    assert config.backend.workspace_mib == 64  # type: ignore[attr-defined]
+    text = message("backend=acme", "plugins.disable=[acme]", kind=PluginError)
+    assert text == "[disabled] Backend 'acme' is disabled. Take 'acme' out of plugins.disable."
 
 
 def test_options_that_hydra_cannot_hold(folder: Path) -> None:

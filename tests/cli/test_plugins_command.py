@@ -6,21 +6,26 @@ from pathlib import Path
 import pytest
 
 from dsv4core.cli.main import main
-from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+from dsv4core.testing.fakes import altered, install_backend
+
+IMPORT = ("hookimpl,\n", "hookimpl, Requirement,\n")
+NEEDS = "requirements=(Requirement('flashfoo', 'flashfoo', 'pip install flashfoo', '>=2'),),"
 
 
 @pytest.fixture(autouse=True)
-def backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install_backend(folder, "acme")
     install_backend(folder, "broken", "raise OSError('lib')")
-    install_backend(folder, "flashmla", FAKE_BACKEND.replace("api=API_VERSION", "api=9"))
+    install_backend(folder, "flashmla", altered(("api=API_VERSION", "api=9")))
+    install_backend(folder, "needy", altered(("capabilities=", NEEDS + "capabilities="), IMPORT))
     install_backend(folder, "off")
     install_backend(folder, "twice", distribution="fake-one")
     install_backend(folder, "twice", distribution="fake-two")
     monkeypatch.setenv("DSV4_DISABLE", "off")
+    return folder
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(backends: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     by_name = {row["name"]: row for row in rows}
@@ -28,6 +33,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("acme", "ok", "fake-acme", "1.0"),
         ("broken", "broken", "fake-broken", "1.0"),
         ("flashmla", "api", "fake-flashmla", "1.0"),
+        ("needy", "package-missing", "fake-needy", "1.0"),
         ("off", "disabled", "fake-off", "1.0"),
         ("twice", "conflict", by_name["twice"]["dist"], "1.0"),
         ("flashinfer", "absent", "dsv4-plugin-flashinfer", None),
@@ -36,11 +42,17 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert by_name["acme"]["summary"] == "computes nothing"
     assert by_name["acme"]["fix"] is None
-    assert (
-        by_name["broken"]["summary"] == "Backend 'broken' of fake-broken 1.0 cannot be loaded: OSError: lib."
+    assert by_name["broken"]["summary"] == (
+        "Backend 'broken' of fake-broken 1.0 cannot be loaded: OSError: lib "
+        f"({backends / 'fake_broken.py'}, line 1)."
     )
     assert by_name["twice"]["summary"] == (
-        "Backend 'twice' is declared more than once: fake-one 1.0 (fake_one) and fake-two 1.0 (fake_two)."
+        f"Backend 'twice' is declared more than once: by fake-one 1.0 (in {backends}) as fake_one and "
+        f"fake-two 1.0 (in {backends}) as fake_two."
+    )
+    assert (by_name["needy"]["summary"], by_name["needy"]["fix"]) == (
+        "It needs flashfoo>=2, which is not installed.",
+        "Run `pip install flashfoo`.",
     )
     assert by_name["hopper"]["fix"] == "pip install dsv4-plugin-hopper"
     assert list(rows[0]) == ["name", "status", "dist", "version", "summary", "fix"]
@@ -55,7 +67,16 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.splitlines()[2].split() == ["fake-acme", "1.0"]
 
 
+def test_strict_raises_what_is_wrong_before_an_import(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSV4_STRICT", "1")
+    assert main(["plugins"]) == 2
+    assert capsys.readouterr().err.startswith("dsv4: [conflict] Backend 'twice' is declared more than once")
+
+
 def test_strict_shows_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_STRICT", "1")
+    monkeypatch.setenv("DSV4_DISABLE", "off,twice")
     with pytest.raises(OSError, match="lib"):
         main(["plugins"])

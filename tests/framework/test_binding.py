@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from dsv4core.api import C4A, SWA, LayerKind, LayerSpec, PluginError, Request
 from dsv4core.framework import binding
 from dsv4core.framework.binding import bind, bind_kind, bind_layer
 from dsv4core.framework.selection import Selection, select
-from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+from dsv4core.testing.fakes import FAKE_BACKEND, altered, install_backend
 
 Choose = Callable[..., Selection]
 HOT = ("q", "caches", "selected", "positions", "step", "kind_state", "out", True, False)
@@ -45,11 +46,7 @@ seen = []
 @pytest.fixture
 def choose(folder: Path, request_: Request) -> Choose:
     def choose(*replacements: tuple[str, str], more: str = "") -> Selection:
-        source = FAKE_BACKEND + more
-        for old, new in replacements:
-            assert old in source
-            source = source.replace(old, new)
-        install_backend(folder, "acme", source)
+        install_backend(folder, "acme", altered(*replacements, source=FAKE_BACKEND + more))
         return select(request_, "acme")
 
     return choose
@@ -83,11 +80,6 @@ def test_bound_call_equals_the_call_through_pluggy(choose: Choose) -> None:
     )
     assert bound.forward_mqa(*HOT).data == through_pluggy.data
     assert bound.forward_mqa(**arguments).data == through_pluggy.data
-
-
-def test_a_function_with_all_arguments_is_bound_as_it_is(choose: Choose) -> None:
-    backend = choose().backend
-    assert bind(backend, "dsv4_plan_step") is backend.plugin.dsv4_plan_step  # type: ignore[attr-defined]
 
 
 def test_own_operations(choose: Choose) -> None:
@@ -197,10 +189,77 @@ def test_wrappers_take_the_slow_path_and_say_so_once(
     ]
 
 
-def test_an_exception_on_the_hot_path_comes_through(choose: Choose) -> None:
+def test_an_exception_on_the_hot_path_comes_through_with_a_note(choose: Choose) -> None:
     bound = build(choose(("return AttentionOutput(", "1 / 0\n    return AttentionOutput(")))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         bound.forward_mqa(*HOT)
+    assert notes(caught.value) == ["in dsv4_forward_mqa of backend 'acme' (fake-acme 1.0), layer 3 (swa)"]
+    assert str(caught.value) == "division by zero"
+    assert caught.value.__cause__ is None
+
+
+RAISING = [
+    (build, 'return ("layer",', "layer 3 (swa)", "dsv4_init_layer_buffers"),
+    (build_kind, 'return ("kind",', "layers of kind c4a", "dsv4_init_step_buffers"),
+]
+
+
+@pytest.mark.parametrize(("make", "statement", "place", "hook"), RAISING)
+def test_an_exception_while_building_has_a_note(
+    choose: Choose, make: Callable[[Selection], object], statement: str, place: str, hook: str
+) -> None:
+    selection = choose((statement, f"raise MemoryError\n    {statement}"))
+    with pytest.raises(MemoryError) as caught:
+        make(selection)
+    assert notes(caught.value) == [f"in {hook} of backend 'acme' (fake-acme 1.0), {place}"]
+
+
+def test_an_exception_in_a_step_has_a_note(choose: Choose) -> None:
+    raising = (
+        "def dsv4_plan_step(kind_state, step):\n    return None",
+        "def dsv4_plan_step(step):\n    raise KeyError(step)",
+    )
+    kind = build_kind(choose(raising))
+    with pytest.raises(KeyError, match="a step") as caught:
+        kind.plan_step("a step")  # type: ignore[arg-type]
+    assert notes(caught.value) == ["in dsv4_plan_step of backend 'acme' (fake-acme 1.0), layers of kind c4a"]
+
+
+def notes(error: BaseException) -> list[str]:
+    """What Python before 3.11 does not have is not asked of it."""
+    if sys.version_info < (3, 11):
+        pytest.skip("exceptions have no notes before Python 3.11")
+    return error.__notes__
+
+
+ATTEND, PROJECT = "dsv4_forward_mqa", "dsv4_o_proj"
+NOTHING = [
+    (
+        "return AttentionOutput((",
+        "AttentionOutput((",
+        "dsv4_forward_mqa",
+        lambda bound: bound.forward_mqa(*HOT),
+    ),
+    (
+        "return (layer.index, state",
+        "(layer.index, state",
+        "dsv4_o_proj",
+        lambda bound: bound.o_proj("a", "p"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "hook", "call"), NOTHING)
+def test_none_where_a_value_is_due(
+    choose: Choose, old: str, new: str, hook: str, call: Callable[[binding.BoundLayer], object]
+) -> None:
+    bound = build(choose((old, new)))
+    with pytest.raises(PluginError) as caught:
+        call(bound)
+    assert str(caught.value) == (
+        f"[broken] Backend 'acme' of fake-acme 1.0 returned None from {hook}, where a value is due. "
+        "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
+    )
 
 
 def test_a_bound_call_is_much_faster_than_pluggy(choose: Choose) -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from dsv4core import __version__
 from dsv4core.api import PluginError
 from dsv4core.framework.discovery import discover
-from dsv4core.framework.manager import Backend, UnusableBackend, load_backend, one_line
-from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+from dsv4core.framework.manager import Backend, load_backend
+from dsv4core.testing.fakes import altered, install_backend
 
 TITLE = "Backend 'acme' of fake-acme 1.0"
 FIX = "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
@@ -15,17 +17,13 @@ PLAN_STEP = "@hookimpl\ndef dsv4_plan_step(kind_state, step):"
 
 
 def load(folder: Path, *replacements: tuple[str, str]) -> Backend:
-    source = FAKE_BACKEND
-    for old, new in replacements:
-        assert old in source
-        source = source.replace(old, new)
-    install_backend(folder, "acme", source)
+    install_backend(folder, "acme", altered(*replacements))
     return load_backend(discover()["acme"])
 
 
 def test_good_backend(folder: Path) -> None:
     backend = load(folder)
-    assert (backend.name, backend.distribution, backend.version) == ("acme", "fake-acme", "1.0")
+    assert (backend.name, backend.record.source) == ("acme", "fake-acme 1.0")
     assert backend.info.summary == "computes nothing"
     assert backend.implements("dsv4_plan_step")
     assert not backend.implements("dsv4_describe")
@@ -45,11 +43,12 @@ def test_an_object_may_be_the_plugin(folder: Path) -> None:
 
 
 IMPORTS = [
-    ("import nowhere", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere'."),
-    ("raise OSError('libcuda.so:\\n not found')", "cannot be loaded: OSError: libcuda.so: not found."),
-    ("raise SystemExit(3)", "cannot be loaded: SystemExit: 3."),
-    ("def f(:", "cannot be loaded: SyntaxError: invalid syntax (fake_acme.py, line 1)."),
-    ("raise KeyError", "cannot be loaded: KeyError."),
+    ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'{origin}."),
+    ("raise OSError('libcuda.so:\\n not found')", "OSError: libcuda.so: not found{origin}."),
+    ("raise SystemExit(3)", "SystemExit: 3{origin}."),
+    ("raise KeyError", "KeyError{origin}."),
+    ("def f(:", "SyntaxError: invalid syntax (fake_acme.py, line 1)."),
+    ("class E(Exception): __str__ = None\nraise E", "E ({module}, line 2)."),
 ]
 
 
@@ -58,8 +57,22 @@ def test_broken_import(folder: Path, source: str, what: str) -> None:
     install_backend(folder, "acme", source)
     with pytest.raises(PluginError) as caught:
         load_backend(discover()["acme"])
-    assert str(caught.value) == f"[broken] {TITLE} {what} {FIX}"
+    module = folder / "fake_acme.py"
+    text = what.format(module=module, origin=f" ({module}, line 1)")
+    assert str(caught.value) == f"[broken] {TITLE} cannot be loaded: {text} {FIX}"
     assert caught.value.__cause__ is not None
+
+
+def test_the_origin_is_the_plugins_own_line(folder: Path) -> None:
+    install_backend(folder, "acme", "import json\n\njson.loads('{')")
+    with pytest.raises(PluginError, match=r"JSONDecodeError: .* \(.*fake_acme\.py, line 3\)\. Repair"):
+        load_backend(discover()["acme"])
+
+
+def test_an_interrupt_is_not_a_fault(folder: Path) -> None:
+    install_backend(folder, "acme", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_backend(discover()["acme"])
 
 
 FAULTS = [
@@ -101,46 +114,100 @@ FAULTS = [
         [("@dataclass\nclass Options", "class Options")],
         "has options of Options, which is not decorated with @dataclass.",
     ),
-    (
-        [
-            (
-                "workspace_mib: int = 64",
-                "workspace_mib: int = 64\n    def __post_init__(self): raise ValueError('no')",
-            )
-        ],
-        "cannot be loaded: ValueError: no.",
-    ),
-    (
-        [("capabilities=frozenset()", "capabilities=frozenset(), colour='red'")],
-        "cannot be loaded: TypeError: BackendInfo.__init__() got an unexpected keyword argument 'colour'.",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("replacements", "what"), FAULTS)
 def test_breach_of_the_contract(folder: Path, replacements: list[tuple[str, str]], what: str) -> None:
-    with pytest.raises(UnusableBackend) as caught:
+    with pytest.raises(PluginError) as caught:
         load(folder, *replacements)
     assert str(caught.value) == f"[broken] {TITLE} {what} {FIX}"
 
 
 def test_a_wrapper_does_not_count_as_an_implementation(folder: Path) -> None:
-    with pytest.raises(UnusableBackend, match="it does not implement dsv4_plan_step"):
+    with pytest.raises(PluginError, match="it does not implement dsv4_plan_step"):
         load(folder, (PLAN_STEP, PLAN_STEP.replace("hookimpl", "hookimpl(wrapper=True)")))
 
 
+RAISING = [
+    (
+        ("int = 64", "int = 64\n    def __post_init__(self): raise ValueError('no')"),
+        "cannot be loaded: ValueError: no ({module}, line 19).",
+    ),
+    (
+        ("capabilities=frozenset()", "capabilities=frozenset(), colour='red'"),
+        "cannot be loaded: TypeError: BackendInfo.__init__() got an unexpected keyword argument 'colour' "
+        "({module}, line 23).",
+    ),
+    (
+        ("capabilities=frozenset()", "capabilities=frozenset({'fast'})"),
+        "cannot be loaded: ValueError: capabilities=['fast'] cannot be; give several of defer-sink, "
+        "deterministic, graph, kernel-seam, lse, multi-token-decode, needs-host-lengths, private-output, "
+        "strided-pages, tensor-parallel ({module}, line 23).",
+    ),
+    (
+        ('platforms=("cpu",)', 'platforms="cpu"'),
+        "cannot be loaded: ValueError: platforms=['cpu'] cannot be; give several of cpu, cuda, rocm "
+        "({module}, line 23).",
+    ),
+    (
+        ('platforms=("cpu",)', 'platforms=("cpu", "npu")'),
+        "cannot be loaded: ValueError: platforms=['npu'] cannot be; give several of cpu, cuda, rocm "
+        "({module}, line 23).",
+    ),
+    (
+        ('platforms=("cpu",)', "platforms=()"),
+        "cannot be loaded: ValueError: platforms are empty; name those that the backend has kernels for "
+        "({module}, line 23).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("replacement", "what"), RAISING)
+def test_a_description_that_raises(folder: Path, replacement: tuple[str, str], what: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        load(folder, replacement)
+    text = re.sub(r", line \d+\)", ", line N)", str(caught.value))
+    expected = re.sub(r", line \d+\)", ", line N)", what.format(module=folder / "fake_acme.py"))
+    assert text == f"[broken] {TITLE} {expected} {FIX}"
+
+
 def test_wrong_api_is_found_before_its_hooks_are_judged(folder: Path) -> None:
-    with pytest.raises(UnusableBackend) as caught:
+    with pytest.raises(PluginError) as caught:
         load(folder, ("api=API_VERSION", "api=7"), ("dsv4_plan_step", "dsv4_old_hook"))
     assert str(caught.value) == (
-        f"[api] {TITLE} was written for version 7 of the contract, and this dsv4core serves 0. "
-        "Install versions of dsv4core and fake-acme that fit each other."
+        f"[api] {TITLE} was written for version 7 of the contract, and dsv4core {__version__} serves 0. "
+        "Install a version of fake-acme that fits, or another version of dsv4core."
     )
+
+
+def test_wrong_api_says_which_cores_would_fit(folder: Path) -> None:
+    install_backend(folder, "acme", altered(("api=API_VERSION", "api=7")), requires="dsv4core>=0.0.1")
+    with pytest.raises(PluginError) as caught:
+        load_backend(discover()["acme"])
+    assert caught.value.reason.fix == (
+        "Install a version of fake-acme that fits, or `pip install 'dsv4core>=0.0.1'`."
+    )
+
+
+def test_another_core_is_asked_for_before_anything_is_imported(folder: Path) -> None:
+    install_backend(folder, "acme", "raise OSError('imported')", requires="dsv4core<10,>=9")
+    with pytest.raises(PluginError) as caught:
+        load_backend(discover()["acme"])
+    assert str(caught.value) == (
+        f"[api] {TITLE} needs dsv4core<10,>=9, and this is dsv4core {__version__}. "
+        "Install a version of fake-acme that fits, or `pip install 'dsv4core<10,>=9'`."
+    )
+
+
+def test_the_core_that_is_asked_for(folder: Path) -> None:
+    install_backend(folder, "acme", requires=f"dsv4core=={__version__}")
+    assert load_backend(discover()["acme"]).name == "acme"
 
 
 def test_a_record_with_a_problem_is_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_DISABLE", "acme")
-    with pytest.raises(UnusableBackend) as caught:
+    with pytest.raises(PluginError) as caught:
         load(folder)
     assert caught.value.reason.code == "disabled"
 
@@ -150,8 +217,3 @@ def test_strict_lets_the_original_through(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("DSV4_STRICT", "1")
     with pytest.raises(OSError, match=r"^lib$"):
         load_backend(discover()["acme"])
-
-
-def test_one_line() -> None:
-    assert one_line(ValueError("a\n  b")) == "ValueError: a b"
-    assert one_line(ValueError()) == "ValueError"

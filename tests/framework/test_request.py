@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dsv4core.api import BackendOptions, ConfigError, Limits
-from dsv4core.config import AutoOptions, DSV4Config
+from dsv4core.api import BackendOptions, BackendUnavailable, ConfigError, Limits, PageSizes, Request
+from dsv4core.config import AutoOptions, DSV4Config, PageSizesOptions, PluginsOptions, RequestOptions
+from dsv4core.framework.platform import Machine
 from dsv4core.framework.request import build_limits, build_request, select_configured
 from dsv4core.model.shapes import PRESETS
 from dsv4core.testing.fakes import install_backend
 
 TINY = PRESETS["tiny"]
+CPU = Machine("cpu", "", "")
 
 
 def test_limits() -> None:
@@ -20,29 +23,66 @@ def test_limits() -> None:
 
 
 def test_request_takes_what_the_user_wrote() -> None:
-    config = DSV4Config(kv_cache_dtype="fp8", index_dtype="fp32", dtype="float32")
-    limits = build_limits(config)
-    request = build_request(config, TINY, limits, "cuda", "sm_90", tensor_parallel=4, probe="static")
-    assert (request.platform, request.arch, request.probe) == ("cuda", "sm_90", "static")
-    assert (request.kv_cache_dtype, request.index_dtype, request.dtype) == ("fp8", "fp32", "float32")
-    assert (request.num_heads, request.tensor_parallel) == (TINY.num_attention_heads // 4, 4)
-    assert request.model is TINY
-    assert request.limits is limits
+    asked = RequestOptions(
+        tensor_parallel=4, page_sizes=PageSizesOptions(window=32), graph=True, seam="kernel"
+    )
+    config = DSV4Config(kv_cache_dtype="fp8", index_dtype="fp32", dtype="float32", request=asked)
+    request = build_request(config, TINY, Machine("cuda", "sm_90", ""), probe="static")
+    assert request == Request(
+        platform="cuda",
+        arch="sm_90",
+        model=TINY,
+        num_heads=TINY.num_attention_heads // 4,
+        limits=build_limits(config),
+        kv_cache_dtype="fp8",
+        index_dtype="fp32",
+        dtype="float32",
+        page_sizes=PageSizes(window=32),
+        tensor_parallel=4,
+        graph=True,
+        seam="kernel",
+        probe="static",
+    )
+
+
+FIELDS = {
+    "strided_pages": True,
+    "decode_query_len": 3,
+    "context_parallel": 2,
+    "private_output": False,
+    "host_lengths": False,
+    "deterministic": True,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS.items())
+def test_every_field_of_a_request_can_be_asked_for(name: str, value: object) -> None:
+    config = DSV4Config(request=RequestOptions(**{name: value}))  # type: ignore[arg-type]
+    usual = build_request(DSV4Config(), TINY, CPU, probe="host")
+    assert build_request(config, TINY, CPU, probe="host") == replace(usual, **{name: value})  # type: ignore[arg-type]
+
+
+def test_the_options_of_a_request_have_the_contracts_defaults() -> None:
+    usual = build_request(DSV4Config(), TINY, CPU, probe="host")
+    assert usual == Request("cpu", "", TINY, TINY.num_attention_heads, build_limits(DSV4Config()))
 
 
 def test_heads_must_be_shared_evenly() -> None:
-    config = DSV4Config()
+    config = DSV4Config(request=RequestOptions(tensor_parallel=3))
     with pytest.raises(ConfigError, match="3 does not divide num_attention_heads = 16"):
-        build_request(config, TINY, build_limits(config), "cpu", "", tensor_parallel=3)
+        build_request(config, TINY, CPU, probe="static")
 
 
 def test_select_configured(folder: Path) -> None:
     install_backend(folder, "acme")
     install_backend(folder, "other")
-    auto = DSV4Config(backend=AutoOptions(order={"cpu": ["acme", "other"]}, exclude=["acme"]))
-    request = build_request(auto, TINY, build_limits(auto), "cpu", "")
+    order = AutoOptions(order={"cpu": ["acme", "other"]})
+    auto = DSV4Config(backend=order, plugins=PluginsOptions(disable=["acme"]))
+    request = build_request(auto, TINY, CPU, probe="host")
     chosen = select_configured(auto, request)
     assert chosen.backend.name == "other"
     options: BackendOptions = chosen.backend.info.options(name="other")
     named = select_configured(DSV4Config(backend=options), request)
     assert named.options is options
+    with pytest.raises(BackendUnavailable, match=r"Take 'fake-other' out of plugins\.disable"):
+        select_configured(DSV4Config(options, plugins=PluginsOptions(["fake-other"])), request)

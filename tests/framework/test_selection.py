@@ -11,12 +11,13 @@ from dsv4core.api import (
     BackendOptions,
     BackendUnavailable,
     ConfigError,
+    Decision,
     LayerKind,
     Reason,
     Request,
 )
-from dsv4core.framework.selection import Decision, SelectionError, select
-from dsv4core.testing.fakes import FAKE_BACKEND, install_backend
+from dsv4core.framework.selection import select
+from dsv4core.testing.fakes import FAKE_BACKEND, altered, install_backend
 
 Install = Callable[..., None]
 
@@ -30,10 +31,7 @@ REFUSES = "def dsv4_resolve_kv_cache(request):\n    raise C('kv_cache_dtype=auto
 def install(folder: Path) -> Install:
     def install(name: str, *replacements: tuple[str, str]) -> None:
         source = "from dsv4core.api import ConfigError as C, Reason as R\n" + FAKE_BACKEND
-        for old, new in replacements:
-            assert old in source
-            source = source.replace(old, new)
-        install_backend(folder, name, source)
+        install_backend(folder, name, altered(*replacements, source=source))
 
     return install
 
@@ -42,7 +40,7 @@ def order(*names: str) -> dict[str, list[str]]:
     return {"cpu": list(names)}
 
 
-def reasons(error: pytest.ExceptionInfo[SelectionError], name: str) -> list[str]:
+def reasons(error: pytest.ExceptionInfo[BackendUnavailable], name: str) -> list[str]:
     decisions = {decision.backend: decision for decision in error.value.decisions}
     return [str(reason) for reason in decisions[name].reasons]
 
@@ -101,7 +99,7 @@ def test_a_named_backend_that_cannot_is_never_replaced(install: Install, request
         "backend=acme cannot run this request: [q-heads] It serves 8 heads, not 16. Use another model. "
         "What could run here, if you name it: able."
     )
-    assert isinstance(caught.value, SelectionError)
+    assert isinstance(caught.value, BackendUnavailable)
     verdicts = [(decision.backend, decision.verdict) for decision in caught.value.decisions]
     assert verdicts == [("acme", "rejected"), ("able", "could-run"), ("broken", "rejected")]
 
@@ -155,17 +153,9 @@ def test_auto_walks_the_order(install: Install, request_: Request, caplog: pytes
     ]
 
 
-def test_the_architecture_has_its_own_order(install: Install, request_: Request) -> None:
-    install("acme")
-    install("special")
-    orders = {"avx512": ["special"], "cpu": ["acme"]}
-    assert select(request_, order=orders).backend.name == "acme"
-    assert select(replace(request_, arch="avx512"), order=orders).backend.name == "special"
-
-
 def test_installing_a_package_changes_nothing(install: Install, request_: Request) -> None:
     install("acme")
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(request_)
     assert reasons(caught, "acme") == [
         "[not-in-order] It is installed, but auto does not try it. Ask for backend=acme."
@@ -202,27 +192,46 @@ def test_auto_with_an_empty_order(install: Install, request_: Request) -> None:
     )
 
 
-def test_exclude(install: Install, request_: Request) -> None:
+def test_disable(install: Install, request_: Request) -> None:
     install("acme")
     install("other")
-    selection = select(request_, order=order("acme", "other"), exclude=["acme"])
+    selection = select(request_, order=order("acme", "other"), disable=["acme"])
     assert selection.backend.name == "other"
-    excluded = Reason("disabled", "It is excluded.", "Take its name out of backend.exclude.")
-    assert selection.decisions[0] == Decision("acme", "rejected", (excluded,))
-    with pytest.raises(ConfigError) as caught:
-        select(request_, order=order("acme"), exclude=["acne"])
+    disabled = Reason("disabled", "Backend 'acme' is disabled.", "Take 'acme' out of plugins.disable.")
+    assert selection.decisions[0] == Decision("acme", "rejected", (disabled,))
+    with pytest.raises(BackendUnavailable) as caught:
+        select(request_, "acme", disable=["acme"])
     assert str(caught.value) == (
-        "backend.exclude cannot be used: [package-missing] No backend is named 'acne'. Did you mean 'acme'?"
+        "backend=acme cannot run this request: [disabled] Backend 'acme' is disabled. "
+        "Take 'acme' out of plugins.disable. What could run here, if you name it: other."
     )
 
 
-def test_a_probe_that_raises_is_a_rejection(install: Install, request_: Request) -> None:
+DEFECTS = [("import dataclass", "import nothing"), (NO_REASONS, RAISES), ("api=API_VERSION", "api=9")]
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_passing_over_a_defective_package_is_a_warning(
+    install: Install, request_: Request, caplog: pytest.LogCaptureFixture, defect: tuple[str, str]
+) -> None:
+    install("acme", defect)
+    install("other")
+    install("unlisted", defect)
+    caplog.set_level(logging.INFO)
+    select(request_, order=order("acme", "other"))
+    select(request_, order=order("other"))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
+    assert caplog.messages[0].startswith("backend=auto chose other (fake-other 1.0); passed over: acme: [")
+
+
+def test_a_probe_that_raises_is_a_rejection(folder: Path, install: Install, request_: Request) -> None:
     install("acme", (NO_REASONS, RAISES))
     install("other")
     selection = select(request_, order=order("acme", "other"))
     assert selection.backend.name == "other"
     assert [str(reason) for reason in selection.decisions[0].reasons] == [
-        "[probe-error] Its checks raised OSError: no driver. DSV4_STRICT=1 shows where."
+        f"[probe-error] Its checks raised OSError: no driver ({folder / 'fake_acme.py'}, line 35). "
+        "DSV4_STRICT=1 shows the traceback."
     ]
 
 
@@ -258,19 +267,20 @@ def test_dtypes(install: Install, request_: Request) -> None:
     )
 
 
-def test_auto_does_not_commit_before_it_has_plans(install: Install, request_: Request) -> None:
+def test_auto_does_not_commit_before_it_has_plans(folder: Path, install: Install, request_: Request) -> None:
     install("acme", ("return LayerPlan(", "1 / 0\n    return LayerPlan("))
     install("other")
     selection = select(request_, order=order("acme", "other"))
     assert selection.backend.name == "other"
     assert [str(reason) for reason in selection.decisions[0].reasons] == [
-        "[probe-error] Its checks raised ZeroDivisionError: division by zero. DSV4_STRICT=1 shows where."
+        "[probe-error] Its checks raised ZeroDivisionError: division by zero "
+        f"({folder / 'fake_acme.py'}, line 46). DSV4_STRICT=1 shows the traceback."
     ]
 
 
 def test_platform(install: Install, request_: Request) -> None:
     install("acme", ('("cpu",)', '("cuda", "rocm")'), (NO_REASONS, RAISES))
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(request_, "acme")
     assert reasons(caught, "acme") == [
         "[platform] It has kernels for cuda, rocm, and the request is for cpu."
@@ -280,6 +290,7 @@ def test_platform(install: Install, request_: Request) -> None:
 CAPABILITIES = [
     ({"decode_query_len": 2}, ["multi-token-decode"]),
     ({"graph": True}, ["graph"]),
+    ({"deterministic": True}, ["deterministic"]),
     ({"strided_pages": True}, ["strided-pages"]),
     ({"tensor_parallel": 2, "num_heads": 8}, ["tensor-parallel"]),
     ({"seam": "kernel"}, ["kernel-seam"]),
@@ -296,7 +307,7 @@ def test_capabilities(
     install("able", ("frozenset(),", f"frozenset({needed}),"))
     request = replace(request_, **asked)  # type: ignore[arg-type]
     assert select(request, "able").backend.name == "able"
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(request, "acme")
     assert [reason.split(" (")[0] for reason in reasons(caught, "acme")] == [
         f"[capability] The request needs {name!r}" for name in needed
@@ -305,7 +316,7 @@ def test_capabilities(
 
 def test_a_capability_is_named_with_its_meaning(install: Install, request_: Request) -> None:
     install("acme")
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(replace(request_, decode_query_len=3), "acme")
     assert reasons(caught, "acme") == [
         "[capability] The request needs 'multi-token-decode' (a decode request may have several query "
@@ -326,7 +337,7 @@ def test_a_request_that_contradicts_itself(install: Install, request_: Request) 
 def test_host_lengths(install: Install, request_: Request) -> None:
     install("acme", ("frozenset(),", "frozenset({'needs-host-lengths'}),"))
     assert select(request_, "acme").backend.name == "acme"
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(replace(request_, host_lengths=False), "acme")
     assert reasons(caught, "acme") == [
         "[capability] It needs the lengths of a step on the host, and the host has none. "
@@ -338,7 +349,7 @@ def test_kinds_that_share_a_name_are_refused(install: Install, request_: Request
     install("acme")
     kinds = tuple(LayerKind(4, "top_k", True, index_source=source) for source in (None, 0))
     model = replace(request_.model, layer_kinds=kinds)
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(replace(request_, model=model), "acme")
     assert reasons(caught, "acme") == [
         "[model] The model has 2 kinds of layers named c4a, and plans go by name."
@@ -372,7 +383,7 @@ def test_answers_that_break_the_contract(
     install: Install, request_: Request, old: str, new: str, what: str
 ) -> None:
     install("acme", (old, new))
-    with pytest.raises(SelectionError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(request_, "acme")
     assert reasons(caught, "acme") == [
         f"[broken] Backend 'acme' of fake-acme 1.0 {what} "
@@ -382,7 +393,19 @@ def test_answers_that_break_the_contract(
 
 def test_private_output_may_be_forbidden(install: Install, request_: Request) -> None:
     plan = "from dsv4core.api import OutputSpec\n    return LayerPlan(output=OutputSpec('private'), "
-    install("acme", ("return LayerPlan(", plan))
+    declared = ("frozenset(),", "frozenset({'private-output'}),")
+    install("acme", ("return LayerPlan(", plan), declared)
     assert select(request_, "acme").plans["swa"].output.format == "private"
-    with pytest.raises(SelectionError, match="plans a private attention output, which the request forbids"):
+    with pytest.raises(BackendUnavailable, match="private attention output, which the request forbids"):
         select(replace(request_, private_output=False), "acme")
+
+
+def test_private_output_must_be_declared(install: Install, request_: Request) -> None:
+    plan = "from dsv4core.api import OutputSpec\n    return LayerPlan(output=OutputSpec('private'), "
+    install("acme", ("return LayerPlan(", plan))
+    with pytest.raises(BackendUnavailable) as caught:
+        select(request_, "acme")
+    assert reasons(caught, "acme") == [
+        "[broken] Backend 'acme' of fake-acme 1.0 plans a private attention output, and does not declare "
+        "'private-output'. Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
+    ]

@@ -1,0 +1,49 @@
+"""The order in which `auto` tries backends. It is a configuration's: a package cannot put itself into it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from dsv4core.api import ConfigError, Request
+
+DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "cpu": ("reference",),
+        # The reference is a hundred times too slow for a GPU: to fall back to it would be a silent failure.
+        "cuda": (),
+        "sm_90": ("flashmla", "flashinfer"),
+        "sm_100": ("flashinfer", "flashmla"),
+        "sm_103": ("flashinfer",),
+        "rocm": (),
+        "gfx942": ("rocm_aiter",),
+        "gfx950": ("rocm_aiter",),
+    }
+)
+"""Names by platform or architecture. A backend enters, or moves up, with measurements of its own."""
+
+_KEY = re.compile(r"(cpu|cuda|rocm|sm_\d+|gfx[0-9a-f]+)(_heads_\d+)?")
+
+
+def check_order(order: Mapping[str, Sequence[str]]) -> None:
+    """Check that each key names machines, so that a misspelt one is not passed over for ever.
+
+    Raises:
+        ConfigError: A key names no machine, or its value is no list of backends.
+    """
+    for key, names in order.items():
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"backend.order.{key} names no machine; write a platform (cpu, cuda, rocm) or an "
+                "architecture (sm_90, gfx942), with _heads_16 after it for 16 query heads a rank."
+            )
+        if isinstance(names, str) or "auto" in names:
+            raise ConfigError(f"backend.order.{key}={names} is no list of backends to try; write [a,b].")
+
+
+def order_of(request: Request, order: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """The names to try: those for its architecture, else its platform; for its heads, else for any number."""
+    heads = f"_heads_{request.num_heads}"
+    machines = (request.arch + heads, request.arch, request.platform + heads, request.platform)
+    return next((order[machine] for machine in machines if machine in order), ())
