@@ -168,10 +168,11 @@ def _check(override: Override, keys: dict[str, Field[Any]]) -> None:
     if key in PRESET_GROUPS and override.value() not in presets(key):
         names = ", ".join(presets(key))
         raise ConfigError(f"{key}={override.value()} is not known; the names are {names}.")
-    if key == "layers":
-        _check_layers(override.value())
-    if key in PRESET_GROUPS or key == "backend" or _field(key, keys) is not None:
+    if key in PRESET_GROUPS or key == "backend":
         return
+    field = _field(key, keys)
+    if field is not None:
+        return _check_list(key, field, override.value())
     raise ConfigError(f"{key!r} is not {_advice(key, sorted({*keys, *PRESET_GROUPS, 'backend'}))}")
 
 
@@ -188,12 +189,18 @@ def _advice(key: str, known: Sequence[str]) -> str:
     return f"a key; the keys are {', '.join(shown)}."
 
 
-def _check_layers(value: object) -> None:
-    numbers = value if isinstance(value, list) else [value]
-    if value is not None and (numbers is not value or not all(isinstance(number, int) for number in numbers)):
-        raise ConfigError(
-            f"layers={value} is no list of layer numbers; write 'layers=[0,2]', or null for all."
-        )
+def _check_list(key: str, field: Field[Any], value: object) -> None:
+    """Refuse what is no list where one is due: Hydra would say so in the words of its classes."""
+    declared = str(field.type)
+    if declared.startswith("dict[str, ") and key.rpartition(".")[2] != field.name:
+        declared = declared[len("dict[str, ") : -1]
+    optional = declared.endswith(" | None")
+    if not declared.startswith("list[") or (value is None and optional):
+        return
+    item, items, example = (int, "numbers", "0,2") if "int" in declared else (str, "names", "a,b")
+    if not (isinstance(value, list) and all(isinstance(one, item) for one in value)):
+        advice = f"write '{key}=[{example}]'" + (", or null" if optional else "")
+        raise ConfigError(f"{key}={value} is no list of {items}; {advice}.")
 
 
 def _field(key: str | None, keys: dict[str, Field[Any]]) -> Field[Any] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dsv4core import __version__
@@ -32,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 where a verification fails; 2 for the user's mistakes; 130 where interrupted.
     """
-    _log_to_stderr()
     try:
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        with _logging_to_stderr():
+            code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except DSV4Error as error:
@@ -121,7 +122,7 @@ def _complete(words: Sequence[str]) -> int:
     elif action == "query":
         from dsv4core.cli.completion import complete
 
-        logging.disable()  # the shell shows stderr in the middle of the line
+        logging.getLogger("dsv4core").setLevel(logging.CRITICAL)  # the shell shows stderr within the line
         line = os.environ.get("COMP_LINE", "dsv4 ").split(" ")
         candidates = complete([*filter(None, line[1:-1]), line[-1]], tuple(COMMANDS))
         print(("\n" if shell == "fish" else " ").join(candidates))
@@ -174,9 +175,15 @@ class _StderrHandler(logging.Handler):
         print(f"dsv4: {self.format(record)}", file=sys.stderr)
 
 
-def _log_to_stderr() -> None:
+@contextmanager
+def _logging_to_stderr() -> Iterator[None]:
     """Show dsv4core's own log without touching other loggers: warnings, unless a command wants more."""
-    logger = logging.getLogger("dsv4core")
-    if not logger.handlers:
-        logger.addHandler(_StderrHandler())
+    logger, handler = logging.getLogger("dsv4core"), _StderrHandler()
+    level = logger.level
+    logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,13 +31,10 @@ class Run:
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run = Run()
     monkeypatch.setitem(sys.modules, "dsv4core.cli.run", SimpleNamespace(run=run.run))
-    yield run
-    logger = logging.getLogger("dsv4core")
-    logger.handlers.clear()
-    logger.setLevel(logging.NOTSET)
+    return run
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -117,6 +113,23 @@ MISTAKES = [
 def test_mistakes(run: Run, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
     assert fails(capsys, *words) == text
     assert run.configs == []
+
+
+def test_the_log_is_left_as_it_was(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("dsv4core")
+    before = (logger.level, list(logger.handlers))
+    main(["run"])
+    main(["plugins"])
+    assert (logger.level, logger.handlers) == before
+
+
+def test_warnings_of_any_command_are_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSV4_STRIKT", "1")
+    assert main(["plugins"]) == 0
+    text = "dsv4: The environment variable DSV4_STRIKT changes nothing. Did you mean DSV4_STRICT?\n"
+    assert capsys.readouterr().err == text
 
 
 def test_errors_of_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

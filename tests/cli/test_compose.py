@@ -146,7 +146,12 @@ MISTAKES = [
     ("request.graph=maybe", "request.graph takes bool: Value 'maybe' is not a valid bool (type str)."),
     (
         "plugins.disable=acme",
-        "plugins.disable takes list[str]: Invalid value assigned: str is not a ListConfig, list or tuple.",
+        "plugins.disable=acme is no list of names; write 'plugins.disable=[a,b]'.",
+    ),
+    ("plugins.disable=[1]", "plugins.disable=[1] is no list of names; write 'plugins.disable=[a,b]'."),
+    (
+        "backend.order.cuda=flashmla",
+        "backend.order.cuda=flashmla is no list of names; write 'backend.order.cuda=[a,b]'.",
     ),
     ("index_dtype=fp4", "index_dtype=fp4 is not known; use auto, fp8, bf16 or fp32."),
     ("model=v5", "model=v5 is not known; the names are tiny, v4_flash, v4_pro."),
