@@ -33,6 +33,7 @@ REASON_CODES: Mapping[str, str] = MappingProxyType(
         "capability": "the request needs a capability that the backend does not declare",
         "model": "the model's shape or layer kinds are not served by the backend",
         "parallel": "the asked parallelism is not served by the backend",
+        "option": "an option of the backend does not fit the request or the machine",
         "probe-error": "the backend's own checks raised",
         "broken": "the backend's package could not be loaded",
         "api": "the backend was written for another version of the contract",

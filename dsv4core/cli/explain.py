@@ -10,23 +10,19 @@ from typing import Any, cast
 from rich.table import Table
 
 from dsv4core.api import (
-    BackendOptions,
     BackendUnavailable,
     Decision,
     KVCacheLayout,
     LayerPlan,
-    ModelShape,
-    PluginError,
     Request,
 )
 from dsv4core.api.selection import Probe
+from dsv4core.cli.configuration import configuration
 from dsv4core.cli.output import show
 from dsv4core.config import DSV4Config, leaves
 from dsv4core.framework.platform import Machine, guess_machine, machine_named
-from dsv4core.framework.request import build_request, select_configured
+from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection
-from dsv4core.hydra import chosen_backend, compose
-from dsv4core.model.shapes import PRESETS, load_model_shape
 
 
 def explain(overrides: Sequence[str]) -> int:
@@ -38,30 +34,16 @@ def explain(overrides: Sequence[str]) -> int:
     Returns:
         The exit code: 0 where a backend was chosen, else 2.
     """
-    config = _compose(overrides)
+    config = configuration(overrides)
     arch = config.request.arch
     machine = guess_machine(config.device) if arch is None else machine_named(arch)
-    request = build_request(config, _shape(config), machine, cast(Probe, config.request.probe))
+    request = build_request(config, configured_shape(config), machine, cast(Probe, config.request.probe))
     selection, decisions = _select(config, request)
     if config.json:
         print(json.dumps(_report(config, request, selection, decisions), indent=2, default=sorted))
     else:
         _print(machine, config, selection, decisions)
     return 0 if selection else 2
-
-
-def _compose(overrides: Sequence[str]) -> DSV4Config:
-    """The configuration, even where the named backend cannot be loaded: selection then says why."""
-    try:
-        return compose(overrides)
-    except (BackendUnavailable, PluginError):
-        config = compose([text for text in overrides if not text.startswith("backend")])
-        config.backend = BackendOptions(name=chosen_backend(overrides))
-        return config
-
-
-def _shape(config: DSV4Config) -> ModelShape:
-    return load_model_shape(config.checkpoint) if config.checkpoint else PRESETS[config.model.name]
 
 
 def _select(config: DSV4Config, request: Request) -> tuple[Selection | None, tuple[Decision, ...]]:

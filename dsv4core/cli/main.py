@@ -132,10 +132,10 @@ def _complete(words: Sequence[str]) -> int:
 
 
 def _run(arguments: Arguments) -> int:
-    from dsv4core.hydra import compose
+    from dsv4core.cli.configuration import configuration
 
     logging.getLogger("dsv4core").setLevel(logging.INFO)  # which backend was chosen, and why
-    config = compose(arguments.overrides)
+    config = configuration(arguments.overrides)
     if arguments.prompt is not None:
         config.prompt = arguments.prompt
     from dsv4core.cli.run import run

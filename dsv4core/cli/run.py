@@ -25,11 +25,10 @@ from dsv4core.cli.tokens import Tokens, prompt_tokens, random_tokens
 from dsv4core.cli.verify import Shadow, shadow_request
 from dsv4core.config import DSV4Config, RequestOptions
 from dsv4core.framework.platform import machine_of
-from dsv4core.framework.request import build_request, select_configured
+from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.checkpoint import Checkpoint
 from dsv4core.model.random_checkpoint import FORMAT, random_checkpoint_bytes, write_random_checkpoint
-from dsv4core.model.shapes import PRESETS
 from dsv4core.stack import AttentionStack, load_layer
 
 Item = TypeVar("Item")
@@ -55,12 +54,13 @@ def run(config: DSV4Config) -> int:
             "request.* is for dsv4 explain; leave it out of dsv4 run, which asks for what it does."
         )
     device = _device(config.device)
+    # All that can be refused is, before a checkpoint of random weights is written or a real one is read.
+    shape = configured_shape(config)
+    layers = _layer_numbers(config, shape)
+    _check_lengths(config, shape)
+    selection = select_configured(config, build_request(config, shape, machine_of(device), probe="host"))
     checkpoint = Checkpoint.open(_checkpoint_directory(config))
-    layers = _layer_numbers(config, checkpoint.shape)
     checkpoint.verify(layers)
-    _check_lengths(config, checkpoint.shape)
-    request = build_request(config, checkpoint.shape, machine_of(device), probe="host")
-    selection = select_configured(config, request)
     tokens = _tokens(config, checkpoint)
     timer = OperationTimer(device)
     stack = AttentionStack(
@@ -159,8 +159,7 @@ def _check_lengths(config: DSV4Config, shape: ModelShape) -> None:
     if asked > most:
         raise ConfigError(
             f"prefill={config.prefill} and decode={config.decode} make {asked} tokens, and the model has "
-            f"{most} "
-            "positions; ask for fewer."
+            f"{most} positions; ask for fewer."
         )
 
 
@@ -181,8 +180,7 @@ def _checkpoint_directory(config: DSV4Config) -> Path:
     """The asked checkpoint, or one with random weights, written on first use."""
     if config.checkpoint is not None:
         return Path(config.checkpoint).expanduser()
-    shape = PRESETS[config.model.name]
-    _layer_numbers(config, shape)  # refused before anything is written
+    shape = configured_shape(config)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     only = "" if config.layers is None else "-layers" + "-".join(map(str, sorted(config.layers)))
     name = f"{config.model.name}-v{FORMAT}-seed{config.seed}{only}"

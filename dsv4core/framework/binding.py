@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4core.api import AttentionOutput, LayerKind, LayerPlan, LayerSpec, LayerWeights, Step
 from dsv4core.framework.manager import Backend, answer, broken
 from dsv4core.framework.selection import Selection
+from dsv4core.framework.wording import add_note
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def bind(backend: Backend, hook: str, *fixed: object, place: str = "") -> Callab
     scope: dict[str, Any] = {}
     exec(template.format(held=held, rest=rest, arguments=arguments), scope)
     origin = f"in {hook} of backend {backend.name!r} ({backend.record.source})"
-    note = partial(_note, f"{origin}, {place}" if place else origin)
+    note = partial(add_note, f"{origin}, {place}" if place else origin)
     nothing = partial(broken, backend.record, f"returned None from {hook}, where a value is due")
     bound: Callable[..., Any] = scope["make"](function, note, nothing, *fixed)
     return bound
@@ -139,11 +139,6 @@ def make(function, note, nothing, {held}):
             raise
     return bound
 """
-
-
-def _note(text: str, error: Exception) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
 
 
 def bind_layer(

@@ -14,7 +14,7 @@ from dsv4core.api import SUPPORTED_API, BackendInfo, BackendOptions, PluginError
 from dsv4core.framework.discovery import GROUP, BackendRecord
 from dsv4core.framework.switches import strict
 from dsv4core.framework.watchdog import watch
-from dsv4core.framework.wording import near_miss, with_origin
+from dsv4core.framework.wording import add_note, near_miss, with_origin
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ def load_backend(record: BackendRecord) -> Backend:
         raise
     except (Exception, SystemExit) as error:
         if strict():
+            add_note(f"while loading {record.value}, backend {record.name!r} of {record.source}", error)
             raise
         raise broken(record, f"cannot be loaded: {with_origin(error, record.package)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
 from dsv4core.api import Limits, ModelShape, PageSizes, Request
@@ -9,7 +10,19 @@ from dsv4core.api.selection import Probe, Seam
 from dsv4core.config import AutoOptions, DSV4Config
 from dsv4core.framework.platform import Machine
 from dsv4core.framework.selection import Selection, select
-from dsv4core.model.shapes import layer_spec
+from dsv4core.model.shapes import PRESETS, layer_spec, load_model_shape
+
+
+def configured_shape(config: DSV4Config) -> ModelShape:
+    """The sizes of the model: its checkpoint's, or a preset's.
+
+    Raises:
+        CheckpointError: The checkpoint has no readable `config.json`.
+        ConfigError: It describes no model that is served here.
+    """
+    if config.checkpoint is not None:
+        return load_model_shape(Path(config.checkpoint).expanduser())
+    return PRESETS[config.model.name]
 
 
 def build_limits(config: DSV4Config) -> Limits:

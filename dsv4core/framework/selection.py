@@ -25,7 +25,7 @@ from dsv4core.framework.manager import Backend, answer, broken, load_backend
 from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
 from dsv4core.framework.switches import strict
 from dsv4core.framework.watchdog import watch
-from dsv4core.framework.wording import with_origin
+from dsv4core.framework.wording import add_note, with_origin
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,7 @@ def _qualify(
         return (error.reason,)
     except Exception as error:
         if strict():
+            add_note(f"while asking backend {name!r} ({record.source}) what it can run", error)
             raise
         text = f"Its checks raised {with_origin(error, record.package)}."
         return (Reason("probe-error", text, "DSV4_STRICT=1 shows the traceback."),)

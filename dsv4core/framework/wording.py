@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from collections.abc import Iterable
 from functools import cache
 from traceback import walk_tb
@@ -28,6 +29,12 @@ def with_origin(error: BaseException, package: str) -> str:
         if module == package or module.startswith(f"{package}."):
             origin = f" ({frame.f_code.co_filename}, line {line})"
     return one_line(error) + origin
+
+
+def add_note(text: str, error: BaseException) -> None:
+    """Add a line to an exception's traceback, where Python can (3.11)."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
 
 
 def near_miss(name: str, names: Iterable[str]) -> str | None:

@@ -215,7 +215,7 @@ def test_config_that_contradicts_the_weights(capsys, tiny_checkpoint, tmp_path):
     edit_config(folder, q_lora_rank=64)
     assert main(["run", *SHORT, f"checkpoint={folder}", "layers=[0]"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"dsv4: The checkpoint in {folder} cannot be used:"
+    assert lines[1] == f"dsv4: The checkpoint in {folder} cannot be used:"
     assert "  layers.0.attn.q_norm.weight: found BF16 [128]; expected BF16 or F32 [64]." in lines
 
 

@@ -20,6 +20,25 @@ assert select(request, order={"cpu": ["acme"]}).plans
 PLUGINS = "from dsv4core.cli.main import main; assert main(['plugins', '--json']) == 0"
 HELP = "from dsv4core.cli.main import main; assert main(['--help']) == 0"
 EXPLAIN = "from dsv4core.cli.main import main; assert main(['explain', 'backend=acme', 'device=cpu']) == 0"
+COMPLETE = "import os; os.environ['COMP_LINE'] = 'dsv4 run backend='\n" + (
+    "from dsv4core.cli.main import main; assert main(['-sc', 'query=bash']) == 0"
+)
+COMPUTE = """
+import torch
+from dsv4core.api import Limits, Request
+from dsv4core.framework.selection import select
+from dsv4core.model.checkpoint import Checkpoint
+from dsv4core.model.random_checkpoint import write_random_checkpoint
+from dsv4core.model.shapes import PRESETS
+from dsv4core.stack import AttentionStack, load_layer
+write_random_checkpoint("tiny", layers=[0])
+checkpoint = Checkpoint.open("tiny")
+selection = select(Request("cpu", "", checkpoint.shape, 16, Limits(4, 1, 8, 4)), "reference")
+device = torch.device("cpu")
+stack = AttentionStack(selection, [load_layer(selection, checkpoint, 0, device)], device)
+hidden = torch.randn(4, checkpoint.shape.hidden_size, dtype=torch.bfloat16)
+stack.attend(stack.layers[0], hidden, stack.plan([0], [4]))
+"""
 BOTH = ("torch", "hydra", "omegaconf")
 PROGRAMS = [
     ("import dsv4core", BOTH),
@@ -29,6 +48,8 @@ PROGRAMS = [
     (SELECT, BOTH),
     (PLUGINS, BOTH),
     (HELP, BOTH),
+    (COMPLETE, BOTH),
+    (COMPUTE, ("hydra", "omegaconf")),
     (EXPLAIN, ("torch",)),
     (EXPLAIN.replace("acme", "reference"), ("torch",)),
 ]

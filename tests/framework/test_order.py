@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4core.api import ConfigError, Request
+from dsv4core.framework.known import KNOWN_BACKENDS
+from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
+from dsv4core.framework.selection import select
+
+ORDER = {"cuda": ["a"], "cuda_heads_16": ["b"], "sm_90": ["c"], "sm_90_heads_16": ["d"], "sm_100_heads_8": []}
+MACHINES = [
+    ("sm_90", 16, ["d"]),
+    ("sm_90", 8, ["c"]),
+    ("sm_80", 16, ["b"]),
+    ("sm_80", 8, ["a"]),
+    ("sm_100", 8, []),
+    ("sm_100", 16, ["b"]),
+]
+
+
+@pytest.mark.parametrize(("arch", "heads", "names"), MACHINES)
+def test_the_most_specific_machine_wins(request_: Request, arch: str, heads: int, names: list[str]) -> None:
+    request = replace(request_, platform="cuda", arch=arch, num_heads=heads)
+    assert order_of(request, ORDER) == names
+
+
+def test_a_cpu_has_no_architecture(request_: Request) -> None:
+    assert order_of(request_, {"cpu_heads_16": ["a"], "cpu": ["b"]}) == ["a"]
+    assert order_of(request_, {"cuda": ["a"]}) == ()
+
+
+def test_the_default_order_names_backends_that_exist() -> None:
+    check_order(DEFAULT_ORDER)
+    named = {name for names in DEFAULT_ORDER.values() for name in names}
+    assert named <= {"reference", *KNOWN_BACKENDS}
+    gpus = [names for machine, names in DEFAULT_ORDER.items() if machine != "cpu"]
+    assert not any("reference" in names for names in gpus)
+
+
+@pytest.mark.parametrize(
+    "machine", ["sm90", "sm_90a", "gpu", "SM_90", "sm_90_heads_", "sm_90_16", "heads_16", ""]
+)
+def test_machines_that_do_not_exist(request_: Request, machine: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(request_, order={"cpu": ["acme"], machine: ["acme"]})
+    assert str(caught.value) == (
+        f"backend.order.{machine} names no machine; write a platform (cpu, cuda, rocm) or an architecture "
+        "(sm_90, gfx942), with _heads_16 after it for 16 query heads a rank."
+    )
+
+
+@pytest.mark.parametrize("names", ["acme", ["acme", "auto"]])
+def test_lists_that_are_none(names: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_order({"cpu": names})  # type: ignore[dict-item]
+    assert str(caught.value) == f"backend.order.cpu={names} is no list of backends to try; write [a,b]."
