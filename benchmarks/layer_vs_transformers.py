@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-import dsv4core
 from dsv4core.api import Limits, Request
 from dsv4core.framework.selection import select
 from dsv4core.model.checkpoint import Checkpoint
@@ -198,9 +195,6 @@ def check(makers: dict[str, Callable[[], Side]], hidden: torch.Tensor, kind: str
         raise SystemExit(f"{kind}: the two sides differ by {error:.1e}; nothing was timed.")
 
 
-RUN_ID = uuid.uuid4().hex[:12]
-
-
 def row(op: str, backend: str, kind: str, phase: str, context: int, us: float) -> dict[str, Any]:
     """One measurement in the benchmark's schema."""
     return {
@@ -217,21 +211,8 @@ def row(op: str, backend: str, kind: str, phase: str, context: int, us: float) -
         "kind": kind,
         "mode": "eager",
         "us": round(us, 1),
-        "device": f"cpu, {torch.get_num_threads()} threads, {platform.machine()}",
-        "versions": {
-            "dsv4core": dsv4core.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "commit": commit(),
-        "run_id": RUN_ID,
+        **provenance("torch", "transformers"),
     }
-
-
-def commit() -> str:
-    """The checkout's commit, with a mark if files were changed."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def show(rows: list[dict[str, Any]]) -> None:
