@@ -31,6 +31,8 @@ from dsv4core.presets import CONF, PRESET_GROUPS, presets
 
 logger = logging.getLogger(__name__)
 
+__all__ = ["chosen_backend", "completion_script", "compose", "register_configs"]
+
 # Hydra 1.3 wants version_base; 1.4 warns about it, and about a config that is stored twice.
 _HYDRA_1_3 = hydra.__version__.startswith("1.3.")
 _INITIALIZE: dict[str, Any] = {"version_base": "1.3"} if _HYDRA_1_3 else {}
