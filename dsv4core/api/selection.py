@@ -152,6 +152,10 @@ class BackendInfo:
         _check_names("capabilities", self.capabilities, sorted(CAPABILITIES))
         if not self.platforms:
             raise ValueError("platforms are empty; name those that the backend has kernels for.")
+        if not (isinstance(self.summary, str) and self.summary):
+            raise ValueError(f"summary={self.summary!r} cannot be; give one line for tables.")
+        if not all(isinstance(requirement, Requirement) for requirement in self.requirements):
+            raise ValueError(f"requirements={self.requirements!r} cannot be; give several Requirement.")
 
 
 def _check_names(what: str, given: Collection[str], known: Sequence[str]) -> None:

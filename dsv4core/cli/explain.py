@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -34,11 +36,12 @@ def explain(overrides: Sequence[str]) -> int:
     Returns:
         The exit code: 0 where a backend was chosen, else 2.
     """
-    config = configuration(overrides)
-    arch = config.request.arch
-    machine = guess_machine(config.device) if arch is None else machine_named(arch)
-    request = build_request(config, configured_shape(config), machine, cast(Probe, config.request.probe))
-    selection, decisions = _select(config, request)
+    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported or asked
+        config = configuration(overrides)
+        arch = config.request.arch
+        machine = guess_machine(config.device) if arch is None else machine_named(arch)
+        request = build_request(config, configured_shape(config), machine, cast(Probe, config.request.probe))
+        selection, decisions = _select(config, request)
     if config.json:
         print(json.dumps(_report(config, request, selection, decisions), indent=2, default=sorted))
     else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import Field
 from typing import Any
 
@@ -44,6 +46,8 @@ Completion in bash, zsh or fish
 def print_help() -> None:
     """Print commands, examples, keys, and the installed backends with their options."""
     print(USAGE)
+    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
+        backends = _backend_rows()
     console = Console(markup=False, highlight=False)
     config = DSV4Config()
     console.print("Keys")
@@ -53,7 +57,7 @@ def print_help() -> None:
     console.print("\nKeys of dsv4 explain: what another machine or an engine would ask")
     console.print(_table(_rows(config.request, "request.")))
     console.print("\nBackends")
-    console.print(_table(_backend_rows()))
+    console.print(_table(backends))
     print(AFTERWORD)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 
 from dsv4core import __version__
@@ -124,7 +124,8 @@ def _complete(words: Sequence[str]) -> int:
 
         logging.getLogger("dsv4core").setLevel(logging.CRITICAL)  # the shell shows stderr within the line
         line = os.environ.get("COMP_LINE", "dsv4 ").split(" ")
-        candidates = complete([*filter(None, line[1:-1]), line[-1]], tuple(COMMANDS))
+        with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
+            candidates = complete([*filter(None, line[1:-1]), line[-1]], tuple(COMMANDS))
         print(("\n" if shell == "fish" else " ").join(candidates))
     else:
         raise ConfigError(f"-sc {' '.join(words)} is not known; write -sc install=bash, zsh or fish.")

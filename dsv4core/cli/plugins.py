@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
@@ -49,7 +51,8 @@ def inventory() -> list[Row]:
 
 def plugins(as_json: bool) -> int:
     """Print the list of backends; the result is the exit code."""
-    rows = inventory()
+    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
+        rows = inventory()
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return 0

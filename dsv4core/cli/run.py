@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,13 @@ def run(config: DSV4Config) -> int:
         raise ConfigError(
             "request.* is for dsv4 explain; leave it out of dsv4 run, which asks for what it does."
         )
+    with redirect_stdout(sys.stderr):  # kernel libraries print while they compile
+        report = _measure(config)
+    print_report(report, as_json=config.json)
+    return 0 if report.verification is None or report.verification.ok else 1
+
+
+def _measure(config: DSV4Config) -> Report:
     device = _device(config.device)
     # All that can be refused is, before a checkpoint of random weights is written or a real one is read.
     shape = configured_shape(config)
@@ -72,7 +80,7 @@ def run(config: DSV4Config) -> int:
     timer.seconds.clear()
     shadow = _shadow(config, selection, checkpoint, layers, device) if config.verify else None
     seconds = _compute(config, stack, checkpoint, tokens, timer, shadow, device)
-    report = Report(
+    return Report(
         selection=selection,
         checkpoint=checkpoint.directory,
         specs=tuple(layer.spec for layer in stack.layers),
@@ -86,8 +94,6 @@ def run(config: DSV4Config) -> int:
         device=str(device),
         verification=shadow.result() if shadow is not None else None,
     )
-    print_report(report, as_json=config.json)
-    return 0 if report.verification is None or report.verification.ok else 1
 
 
 def _compute(

@@ -107,7 +107,8 @@ def bind(backend: Backend, hook: str, *fixed: object, place: str = "") -> Callab
     held, rest = ", ".join(names[: len(fixed)]), ", ".join(names[len(fixed) :])
     template = _WITHOUT_RESULT if caller.spec.function.__annotations__["return"] == "None" else _WITH_RESULT
     scope: dict[str, Any] = {}
-    exec(template.format(held=held, rest=rest, arguments=arguments), scope)
+    source = template.format(held=held, rest=rest, arguments=arguments)
+    exec(compile(source, f"<dsv4core's call of {hook}>", "exec"), scope)
     origin = f"in {hook} of backend {backend.name!r} ({backend.record.source})"
     note = partial(add_note, f"{origin}, {place}" if place else origin)
     nothing = partial(broken, backend.record, f"returned None from {hook}, where a value is due")

@@ -170,7 +170,7 @@ def _qualify(
         if strict() and error.reason.code != "disabled":
             raise
         return (error.reason,)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if strict():
             add_note(f"while asking backend {name!r} ({record.source}) what it can run", error)
             raise

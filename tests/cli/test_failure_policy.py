@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,6 +206,29 @@ def test_it_can_be_switched_off(
         "backend=bad cannot run this request: [disabled] Backend 'bad' is disabled. "
         "Take 'bad' out of DSV4_DISABLE. What could run here, if you name it: good."
     )
+
+
+def test_what_plugins_print_is_no_result(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    loud = altered((REASONS, REASONS.replace("return", "print('asked'); return")))
+    install_backend(folder, "good", "print('imported')\n" + loud)
+    assert explain(capsys, "backend=good")["chosen"] == "good"
+    assert main(["plugins", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "good"
+    monkeypatch.setenv("COMP_LINE", "dsv4 run backend=good backend.")
+    sys.modules.pop("fake_good")
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out == "backend.workspace_mib=\n"
+
+
+def test_a_probe_that_exits_is_a_reason(folder: Path, capsys: Capture) -> None:
+    exits = REASONS.replace("return []", "raise SystemExit(3)")
+    install_backend(folder, "bad", altered((REASONS, exits)))
+    install_backend(folder, "good")
+    assert explain(capsys, "backend.order.cpu=[bad,good]")["chosen"] == "good"
+    report = explain(capsys, "backend=bad", code=2)
+    assert report["decisions"][0]["reasons"][0]["text"].startswith("Its checks raised SystemExit: 3 (")  # type: ignore[index]
 
 
 def test_a_hanging_import_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -156,6 +156,15 @@ RAISING = [
         "({module}, line 23).",
     ),
     (
+        ('summary="computes nothing"', "summary=None"),
+        "cannot be loaded: ValueError: summary=None cannot be; give one line for tables ({module}, line 23).",
+    ),
+    (
+        ("capabilities=frozenset()", "requirements=('torch',)"),
+        "cannot be loaded: ValueError: requirements=('torch',) cannot be; give several Requirement "
+        "({module}, line 23).",
+    ),
+    (
         ('platforms=("cpu",)', "platforms=()"),
         "cannot be loaded: ValueError: platforms are empty; name those that the backend has kernels for "
         "({module}, line 23).",

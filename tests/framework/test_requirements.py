@@ -14,7 +14,7 @@ from dsv4core.testing.fakes import FAKE_BACKEND, altered, install_backend
 
 
 def reasons(*requirements: Requirement) -> tuple[Reason, ...]:
-    return requirement_reasons(BackendInfo(0, BackendOptions, ("cpu",), "", requirements))
+    return requirement_reasons(BackendInfo(0, BackendOptions, ("cpu",), "none", requirements))
 
 
 def pluggy(versions: str) -> Requirement:
