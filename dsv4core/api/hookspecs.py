@@ -6,7 +6,7 @@ does not use. Each backend has a plugin manager of its own: all hooks of a layer
 
 Selection hooks are pure and never import torch. Hot hooks run once per layer per step; they allocate only
 through torch's caching allocator and never wait for the device. An exception in a hook is the caller's to
-see: it is not caught on the hot path.
+see, with a note that names the backend and the layer; None where a value is due is an error.
 """
 
 from __future__ import annotations

@@ -158,8 +158,10 @@ def _hook_faults(manager: pluggy.PluginManager, plugin: object) -> list[str]:
     for name in dir(plugin):
         marks = manager.parse_hookimpl_opts(plugin, name)
         if marks is None:
-            if name.startswith("dsv4_") and inspect.isroutine(getattr(plugin, name)):
-                faults.append(f"{name} is not marked with @hookimpl")
+            own = getattr(plugin, name)
+            if name.startswith("dsv4_") and callable(own):
+                what = "not marked with @hookimpl" if inspect.isroutine(own) else "no plain function"
+                faults.append(f"{name} is {what}")
                 missing.discard(name)
             continue
         hook = marks["specname"] or name

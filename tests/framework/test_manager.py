@@ -75,6 +75,8 @@ def test_an_interrupt_is_not_a_fault(folder: Path) -> None:
         load_backend(discover()["acme"])
 
 
+ATTEND = "@hookimpl\ndef dsv4_forward_mqa"
+PARTIAL = "from functools import partial\ndsv4_plan_step = partial(dsv4_plan_step)\n"
 FAULTS = [
     (
         [("dsv4_plan_step", "dsv4_plan_stpe")],
@@ -88,6 +90,10 @@ FAULTS = [
     (
         [(PLAN_STEP, PLAN_STEP.removeprefix("@hookimpl\n"))],
         "does not follow the contract: dsv4_plan_step is not marked with @hookimpl.",
+    ),
+    (
+        [(ATTEND, PARTIAL + ATTEND)],
+        "does not follow the contract: dsv4_plan_step is no plain function.",
     ),
     (
         [(PLAN_STEP, PLAN_STEP.replace("step)", "stp)"))],
