@@ -174,7 +174,7 @@ def _check(override: Override, keys: dict[str, Field[Any]]) -> None:
         return
     field = _field(key, keys)
     if field is not None:
-        return _check_list(key, field, override.value())
+        return _check_shape(key, field, override.value())
     raise ConfigError(f"{key!r} is not {_advice(key, sorted({*keys, *PRESET_GROUPS, 'backend'}))}")
 
 
@@ -191,17 +191,22 @@ def _advice(key: str, known: Sequence[str]) -> str:
     return f"a key; the keys are {', '.join(shown)}."
 
 
-def _check_list(key: str, field: Field[Any], value: object) -> None:
-    """Refuse what is no list where one is due: Hydra would say so in the words of its classes."""
+_LISTS = {"list[int]": ("numbers", "[0,2]", (int,)), "list[str]": ("names", "[a,b]", (object,))}
+
+
+def _check_shape(key: str, field: Field[Any], value: object) -> None:
+    """Refuse what is no list or mapping where one is due: Hydra would say so in the words of its classes."""
     declared = str(field.type)
-    if declared.startswith("dict[str, ") and key.rpartition(".")[2] != field.name:
-        declared = declared[len("dict[str, ") : -1]
+    if declared.startswith("dict["):
+        if key.rpartition(".")[2] == field.name and not isinstance(value, dict):
+            raise ConfigError(f"{key}={value} has no keys; set one of them, as in '{key}.KEY=VALUE'.")
+        declared = declared.partition(", ")[2][:-1]
     optional = declared.endswith(" | None")
-    if not declared.startswith("list[") or (value is None and optional):
+    items, example, types = _LISTS.get(declared.removesuffix(" | None"), ("", "", ()))
+    if not items or (value is None and optional) or isinstance(value, dict):
         return
-    item, items, example = (int, "numbers", "0,2") if "int" in declared else (str, "names", "a,b")
-    if not (isinstance(value, list) and all(isinstance(one, item) for one in value)):
-        advice = f"write '{key}=[{example}]'" + (", or null" if optional else "")
+    if not (isinstance(value, list) and all(isinstance(one, types) for one in value)):
+        advice = f"write '{key}={example}'" + (", or null" if optional else "")
         raise ConfigError(f"{key}={value} is no list of {items}; {advice}.")
 
 

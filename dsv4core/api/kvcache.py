@@ -158,8 +158,7 @@ class PageSizes:
         if kind.ratio is not None and self.context % kind.ratio:
             raise ConfigError(
                 f"a context page of {self.context} tokens is not a whole number of {kind.ratio}-token "
-                "entries; "
-                f"choose a multiple of {kind.ratio}."
+                f"entries; choose a multiple of {kind.ratio}."
             )
 
     def compressed_rows(self, kind: LayerKind) -> int:

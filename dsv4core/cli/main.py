@@ -119,7 +119,7 @@ def _complete(words: Sequence[str]) -> int:
         from dsv4core.hydra import completion_script
 
         print(completion_script(shell), end="")
-    elif action == "query":
+    elif action == "query" and shell in ("bash", "zsh", "fish"):
         from dsv4core.cli.completion import complete
 
         logging.getLogger("dsv4core").setLevel(logging.CRITICAL)  # the shell shows stderr within the line

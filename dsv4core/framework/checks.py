@@ -15,7 +15,8 @@ def check_request(request: Request) -> None:
     """Check what no backend can judge.
 
     Raises:
-        ConfigError: The heads cannot be shared by the ranks, or `num_heads` is not one rank's share.
+        ConfigError: The heads cannot be shared by the ranks, `num_heads` is not one rank's share, or a
+            context page would cut an entry in two.
     """
     share = layer_spec(request.model, 0, tp_size=request.tensor_parallel).num_heads
     if request.num_heads != share:
@@ -23,6 +24,8 @@ def check_request(request: Request) -> None:
             f"num_heads={request.num_heads} is asked for, but each of {request.tensor_parallel} ranks has "
             f"{share} of the model's {request.model.num_attention_heads} heads; give that number."
         )
+    for kind in request.model.kinds:
+        request.page_sizes.check_kind(kind)
 
 
 def core_reasons(info: BackendInfo, request: Request) -> tuple[Reason, ...]:

@@ -93,6 +93,7 @@ def test_scripts_ask_for_candidates(capsys: Capture, shell: str) -> None:
 MISTAKES = [
     (["-sc"], "-sc  is not known; write -sc install=bash, zsh or fish."),
     (["-sc", "uninstall=bash"], "-sc uninstall=bash is not known; write -sc install=bash, zsh or fish."),
+    (["-sc", "query"], "-sc query is not known; write -sc install=bash, zsh or fish."),
     (["--shell-completion", "install=ksh"], "-sc install=ksh is not known; the shells are bash, fish, zsh."),
 ]
 

@@ -118,7 +118,7 @@ MISTAKES = [
     ("json=maybe", "json takes bool: Value 'maybe' is not a valid bool (type str)."),
     (
         "backend.order=3",
-        "backend.order takes dict[str, list[str]]: Cannot assign int to Dict[str, List[str]].",
+        "backend.order=3 has no keys; set one of them, as in 'backend.order.KEY=VALUE'.",
     ),
     (
         "backend.order.gfx90a=[a]",
@@ -148,7 +148,7 @@ MISTAKES = [
         "plugins.disable=acme",
         "plugins.disable=acme is no list of names; write 'plugins.disable=[a,b]'.",
     ),
-    ("plugins.disable=[1]", "plugins.disable=[1] is no list of names; write 'plugins.disable=[a,b]'."),
+    ("backend.order=[]", "backend.order=[] has no keys; set one of them, as in 'backend.order.KEY=VALUE'."),
     (
         "backend.order.cuda=flashmla",
         "backend.order.cuda=flashmla is no list of names; write 'backend.order.cuda=[a,b]'.",
@@ -207,6 +207,26 @@ class Tuning:
 class Options(BackendOptions):
     tuning: Tuning = field(default_factory=Tuning)
 """
+
+
+def test_options_may_be_lists_and_mappings(folder: Path) -> None:
+    kinds = "workspace_mib: int = 64\n    sizes: list[float] = field(default_factory=list)\n"
+    kinds += "    limits: dict[str, int] = field(default_factory=dict)\n"
+    kinds += "    names: list[str] = field(default_factory=list)"
+    install_backend(
+        folder,
+        "acme",
+        altered(("workspace_mib: int = 64", kinds), ("import dataclass", "import dataclass, field")),
+    )
+    words = ["backend.sizes=[1.5,2]", "+backend.limits.a=3", "backend.names=[a,90]"]
+    options = vars(compose(["backend=acme", *words]).backend)
+    assert (options["sizes"], options["limits"], options["names"]) == ([1.5, 2.0], {"a": 3}, ["a", "90"])
+    assert message("backend=acme", "backend.names=a") == (
+        "backend.names=a is no list of names; write 'backend.names=[a,b]'."
+    )
+    assert message("backend=acme", "backend.limits=3") == (
+        "backend.limits=3 has no keys; set one of them, as in 'backend.limits.KEY=VALUE'."
+    )
 
 
 def test_nested_options(folder: Path) -> None:

@@ -13,6 +13,7 @@ from dsv4core.api import (
     ConfigError,
     Decision,
     LayerKind,
+    PageSizes,
     Reason,
     Request,
 )
@@ -332,6 +333,11 @@ def test_a_request_that_contradicts_itself(install: Install, request_: Request) 
     )
     with pytest.raises(ConfigError, match="does not divide num_attention_heads"):
         select(replace(request_, tensor_parallel=3))
+    with pytest.raises(ConfigError) as caught:
+        select(replace(request_, page_sizes=PageSizes(context=100)))
+    assert str(caught.value) == (
+        "a context page of 100 tokens is not a whole number of 128-token entries; choose a multiple of 128."
+    )
 
 
 def test_host_lengths(install: Install, request_: Request) -> None:
