@@ -153,11 +153,11 @@ class DSV4Config:
 
 
 def _check_choices(options: object, prefix: str = "") -> None:
-    for own in fields(options):  # type: ignore[arg-type]
-        choices, value = own.metadata.get("choices"), getattr(options, own.name)
+    for name, own, value in leaves(options, prefix):
+        choices = own.metadata.get("choices")
         if choices and value not in choices:
-            *names, last = choices
-            raise ConfigError(f"{prefix}{own.name}={value} is not known; use {', '.join(names)} or {last}.")
+            *names, last = map(str, choices)
+            raise ConfigError(f"{name}={value} is not known; use {', '.join(names)} or {last}.")
 
 
 def _check_least(options: object, prefix: str = "", **bounds: int) -> None:

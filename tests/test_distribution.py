@@ -126,6 +126,7 @@ def explain(venv: Venv, *words: str) -> dict[str, object]:
     return report
 
 
+@pytest.mark.network
 def test_it_is_the_installed_package_and_without_torch(venv: Venv) -> None:
     program = "import dsv4core, importlib.util as u; print(dsv4core.__file__, u.find_spec('torch'))"
     file, torch = venv.run("python", "-c", program).split()
@@ -133,6 +134,7 @@ def test_it_is_the_installed_package_and_without_torch(venv: Venv) -> None:
     assert torch == "None"
 
 
+@pytest.mark.network
 def test_an_installed_plugin_is_listed(venv: Venv) -> None:
     rows = {row["name"]: row for row in json.loads(venv.run("dsv4", "plugins", "--json"))}
     assert rows["acme"] == {
@@ -146,6 +148,7 @@ def test_an_installed_plugin_is_listed(venv: Venv) -> None:
     assert (rows["reference"]["status"], rows["reference"]["version"]) == ("ok", __version__)
 
 
+@pytest.mark.network
 def test_an_installed_plugin_can_be_asked_for(venv: Venv) -> None:
     report = explain(venv, "backend=acme", "backend.workspace_mib=3", "model=v4_flash", "workload=long")
     assert report["chosen"] == "acme"
@@ -153,10 +156,12 @@ def test_an_installed_plugin_can_be_asked_for(venv: Venv) -> None:
     assert report["config"]["backend.workspace_mib"] == {"value": 3, "source": "set"}  # type: ignore[index]
 
 
+@pytest.mark.network
 def test_installing_a_plugin_changes_nothing(venv: Venv) -> None:
     assert explain(venv)["chosen"] == "reference"
 
 
+@pytest.mark.network
 def test_a_plugin_can_be_uninstalled(venv: Venv, plugin: Path) -> None:
     venv.run("pip", "uninstall", "--quiet", "--yes", "fake-plugin-acme")
     rows = json.loads(venv.run("dsv4", "plugins", "--json"))

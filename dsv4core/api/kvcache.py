@@ -128,6 +128,11 @@ class KVCacheLayout:
     index: KVCacheFormat
     state: KVCacheFormat
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, KVCacheFormat):
+                raise ValueError(f"{name}={value!r} of a layout cannot be; give a KVCacheFormat.")
+
 
 @dataclass(frozen=True)
 class PageSizes:

@@ -88,6 +88,12 @@ class LayerPlan:
             raise ValueError(
                 f"q_dtype {self.q_dtype!r} is no dtype name; use one of {', '.join(DTYPE_BYTES)}."
             )
+        for name in ("padded_q_heads", "workspace_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} of a plan cannot be; give a number that is not negative.")
+        if not isinstance(self.output, OutputSpec):
+            raise ValueError(f"output={self.output!r} of a plan cannot be; give an OutputSpec.")
         unknown = sorted(self.own_ops - OWN_OPS)
         if unknown:
             known = ", ".join(sorted(OWN_OPS))

@@ -11,6 +11,7 @@ class BackendOptions:
 
     Field types are those that OmegaConf's structured configs take: no `Literal`, no tuples. The class is
     not frozen, because OmegaConf would then refuse overrides. A user sets a field as `backend.<name>=value`.
+    A field's metadata may hold `help`, a text for `dsv4 --help`, and `choices`, the values that are accepted.
 
     Attributes:
         name: The backend's name, which is also its entry-point name.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -12,7 +13,8 @@ from dsv4core.api.kvcache import PageSizes
 from dsv4core.api.model import ModelShape
 from dsv4core.api.options import BackendOptions
 
-Platform = Literal["cpu", "cuda", "rocm"]
+Platform = str
+"""`cpu`, `cuda`, `rocm`, or the name of another of torch's device types (`xpu`, `npu`, …)."""
 Seam = Literal["layer", "kernel"]
 Probe = Literal["static", "host"]
 Verdict = Literal["chosen", "rejected", "could-run", "not-reached"]
@@ -118,6 +120,9 @@ class Requirement:
     version: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("module", "distribution", "install"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} of a requirement is empty; name it.")
         if self.version:
             from packaging.specifiers import SpecifierSet
 
@@ -148,21 +153,20 @@ class BackendInfo:
     capabilities: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        _check_names("platforms", self.platforms, get_args(Platform))
-        _check_names("capabilities", self.capabilities, sorted(CAPABILITIES))
-        if not self.platforms:
-            raise ValueError("platforms are empty; name those that the backend has kernels for.")
+        for name in ("platforms", "capabilities", "requirements"):
+            # A string is a collection too, and `"cuda" in "cuda"` would pass for a while.
+            if not isinstance(getattr(self, name), (tuple, frozenset)):
+                raise ValueError(f"{name}={getattr(self, name)!r} cannot be; give a tuple or a frozenset.")
+        unknown = sorted(self.capabilities - set(CAPABILITIES))
+        if unknown:
+            known = ", ".join(sorted(CAPABILITIES))
+            raise ValueError(f"capabilities {unknown} are not known; the list is closed: {known}.")
+        if not self.platforms or not all(name.isidentifier() for name in self.platforms):
+            raise ValueError(f"platforms={self.platforms!r} cannot be; name those that it has kernels for.")
         if not (isinstance(self.summary, str) and self.summary):
             raise ValueError(f"summary={self.summary!r} cannot be; give one line for tables.")
         if not all(isinstance(requirement, Requirement) for requirement in self.requirements):
             raise ValueError(f"requirements={self.requirements!r} cannot be; give several Requirement.")
-
-
-def _check_names(what: str, given: Collection[str], known: Sequence[str]) -> None:
-    # A string is a collection too, and `"cuda" in "cuda"` would pass for a while.
-    unknown = [given] if isinstance(given, str) else sorted(set(given).difference(known))
-    if unknown:
-        raise ValueError(f"{what}={unknown!r} cannot be; give several of {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,9 @@ class Request:
         deterministic: Whether a row's output must not depend on the other rows of its batch.
         seam: The depth at which the host uses the backend.
         probe: `static` may read distribution metadata only; `host` may import the kernel library.
+
+    Raises:
+        ConfigError: A value is out of range or not known, or the architecture is not the platform's.
     """
 
     platform: Platform
@@ -232,3 +239,17 @@ class Request:
     deterministic: bool = False
     seam: Seam = "layer"
     probe: Probe = "host"
+
+    def __post_init__(self) -> None:
+        for name, known in {"seam": get_args(Seam), "probe": get_args(Probe)}.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)} is not known; use {' or '.join(known)}.")
+        for name in ("num_heads", "decode_query_len", "tensor_parallel", "context_parallel"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small; the least is 1.")
+        pattern = {"cpu": r"", "cuda": r"sm_\d+", "rocm": r"gfx[0-9a-f]+"}.get(self.platform)
+        if pattern is not None and not re.fullmatch(pattern, self.arch):
+            raise ConfigError(
+                f"arch={self.arch!r} is no architecture of platform={self.platform}; write sm_90 for cuda, "
+                "gfx942 for rocm, and nothing for a cpu."
+            )

@@ -18,6 +18,8 @@ def configuration(overrides: Sequence[str]) -> DSV4Config:
     try:
         return compose(overrides)
     except (BackendUnavailable, PluginError):
-        config = compose([text for text in overrides if not text.startswith(("backend=", "backend."))])
+        config = compose(
+            [text for text in overrides if not text.lstrip("+").startswith(("backend=", "backend."))]
+        )
         config.backend = BackendOptions(name=chosen_backend(overrides))
         return config

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -20,7 +17,7 @@ from dsv4core.api import (
 )
 from dsv4core.api.selection import Probe
 from dsv4core.cli.configuration import configuration
-from dsv4core.cli.output import show
+from dsv4core.cli.output import show, show_json
 from dsv4core.config import DSV4Config, leaves
 from dsv4core.framework.platform import Machine, guess_machine, machine_named
 from dsv4core.framework.request import build_request, configured_shape, select_configured
@@ -36,16 +33,16 @@ def explain(overrides: Sequence[str]) -> int:
     Returns:
         The exit code: 0 where a backend was chosen, else 2.
     """
-    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported or asked
-        config = configuration(overrides)
-        arch = config.request.arch
-        machine = guess_machine(config.device) if arch is None else machine_named(arch)
-        request = build_request(config, configured_shape(config), machine, cast(Probe, config.request.probe))
-        selection, decisions = _select(config, request)
+    config = configuration(overrides)
+    keys = _keys(config)  # before a backend is asked, which might write into its options
+    arch = config.request.arch
+    machine = guess_machine(config.device) if arch is None else machine_named(arch)
+    request = build_request(config, configured_shape(config), machine, cast(Probe, config.request.probe))
+    selection, decisions = _select(config, request)
     if config.json:
-        print(json.dumps(_report(config, request, selection, decisions), indent=2, default=sorted))
+        show_json(_report(request, selection, decisions, keys))
     else:
-        _print(machine, config, selection, decisions)
+        _print(machine, config, selection, decisions, keys)
     return 0 if selection else 2
 
 
@@ -58,7 +55,7 @@ def _select(config: DSV4Config, request: Request) -> tuple[Selection | None, tup
 
 
 def _report(
-    config: DSV4Config, request: Request, selection: Selection | None, decisions: Sequence[Decision]
+    request: Request, selection: Selection | None, decisions: Sequence[Decision], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "request": asdict(request),
@@ -66,7 +63,8 @@ def _report(
         "decisions": [asdict(decision) for decision in decisions],
         "kv_cache": _formats(selection.layout) if selection else None,
         "plan": {kind: asdict(plan) for kind, plan in selection.plans.items()} if selection else None,
-        "config": _keys(config),
+        "selection": selection.summary() if selection else None,
+        "config": keys,
     }
 
 
@@ -95,17 +93,21 @@ def _formats(layout: KVCacheLayout) -> dict[str, dict[str, Any]]:
 
 
 def _print(
-    machine: Machine, config: DSV4Config, selection: Selection | None, decisions: Sequence[Decision]
+    machine: Machine,
+    config: DSV4Config,
+    selection: Selection | None,
+    decisions: Sequence[Decision],
+    keys: Mapping[str, Any],
 ) -> None:
     model = config.checkpoint or config.model.name
     where = f"{machine.platform} {machine.arch}".rstrip()
-    table = Table("backend", "verdict", "reasons", box=None, padding=(0, 2, 0, 0))
+    table = Table("backend", "verdict", box=None, padding=(0, 2, 0, 0))
+    table.add_column("reasons", overflow="fold")
     for decision in decisions:
         table.add_row(decision.backend, decision.verdict, "\n".join(map(str, decision.reasons)))
     asked = "" if machine.source == "as asked" else "; torch was not asked"
     show(f"{model} on {where} ({machine.source}{asked})\n", table)
-    keys = _keys(config).items()
-    changed = [f"{name}={facts['value']}" for name, facts in keys if facts["source"] == "set"]
+    changed = [f"{name}={facts['value']}" for name, facts in keys.items() if facts["source"] == "set"]
     show(f"\nNot the defaults: {', '.join(changed) or 'nothing'}")
     if selection is None:
         show("Nothing was chosen. Name a backend with backend=NAME, or list some in backend.order.")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from dataclasses import Field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dsv4core.api import BackendOptions, PluginError
+from dsv4core.cli.output import show
 from dsv4core.config import AutoOptions, DSV4Config, leaves
 from dsv4core.framework.discovery import discover
-from dsv4core.framework.manager import load_backend
+from dsv4core.framework.manager import load_backend, tolerable
 from dsv4core.presets import PRESET_GROUPS, presets
 
 USAGE = """\
@@ -45,24 +43,16 @@ Completion in bash, zsh or fish
 
 def print_help() -> None:
     """Print commands, examples, keys, and the installed backends with their options."""
-    print(USAGE)
-    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
-        backends = _backend_rows()
-    console = Console(markup=False, highlight=False)
-    config = DSV4Config()
-    console.print("Keys")
-    console.print(
-        _table([*_group_rows(config), *_rows(config, "", without=("backend.", "model.", "request."))])
-    )
-    console.print("\nKeys of dsv4 explain: what another machine or an engine would ask")
-    console.print(_table(_rows(config.request, "request.")))
-    console.print("\nBackends")
-    console.print(_table(backends))
-    print(AFTERWORD)
+    backends, config = _backend_rows(), DSV4Config()
+    keys = _rows(config, "", without=("backend.", "model.", "request."))
+    show(USAGE, "Keys", _table([*_group_rows(config), *keys]))
+    show("\nKeys of dsv4 explain: what another machine or an engine would ask")
+    show(_table(_rows(config.request, "request.")), "\nBackends", _table(backends), AFTERWORD)
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    table = Table("key", "default", box=None, show_header=False, padding=(0, 1, 0, 2))
+    table.add_column("about", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -95,7 +85,7 @@ def _shown(value: object) -> str:
 
 def _about(own: Field[Any]) -> str:
     choices = own.metadata.get("choices", ())
-    return own.metadata.get("help", "") + (f": {', '.join(choices)}" if choices else "")
+    return own.metadata.get("help", "") + (f": {', '.join(map(str, choices))}" if choices else "")
 
 
 def _backend_rows() -> list[tuple[str, str, str]]:
@@ -104,6 +94,8 @@ def _backend_rows() -> list[tuple[str, str, str]]:
         try:
             info = load_backend(record).info
         except PluginError as error:
+            if not tolerable(error):
+                raise
             rows.append((name, "", str(error)))
         else:
             rows += [(name, "", info.summary), *_option_rows(info.options(name=name))]

@@ -6,11 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dsv4core import __version__
-from dsv4core.api import ConfigError, DSV4Error
+from dsv4core.api import ConfigError, DSV4Error, PluginError
+from dsv4core.cli.output import results_apart, show_line
 from dsv4core.framework.switches import strict
 from dsv4core.framework.wording import near_miss
 
@@ -34,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where a verification fails; 2 for the user's mistakes; 130 where interrupted.
     """
     try:
-        with _logging_to_stderr():
-            code = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return code
+        with _logging_to_stderr(), results_apart():
+            return _dispatch(sys.argv[1:] if argv is None else argv)
     except DSV4Error as error:
+        if strict() and isinstance(error, PluginError) and error.__cause__ is not None:
+            raise
         print(f"dsv4: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if strict():
+        if strict() or getattr(error, "__notes__", None):  # raised in a backend, which the note names
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"dsv4: {where}{error.strerror or error}.", file=sys.stderr)
@@ -92,7 +93,7 @@ def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("--help", "-h"):
         return _help()
     if words[0] == "--version":
-        print(f"dsv4core {__version__}")
+        show_line(f"dsv4core {__version__}")
         return 0
     if words[0] in ("-sc", "--shell-completion"):
         return _complete(words[1:])
@@ -118,15 +119,17 @@ def _complete(words: Sequence[str]) -> int:
     if action == "install":
         from dsv4core.hydra import completion_script
 
-        print(completion_script(shell), end="")
+        show_line(completion_script(shell).rstrip("\n"))
     elif action == "query" and shell in ("bash", "zsh", "fish"):
         from dsv4core.cli.completion import complete
 
         logging.getLogger("dsv4core").setLevel(logging.CRITICAL)  # the shell shows stderr within the line
         line = os.environ.get("COMP_LINE", "dsv4 ").split(" ")
-        with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
+        try:
             candidates = complete([*filter(None, line[1:-1]), line[-1]], tuple(COMMANDS))
-        print(("\n" if shell == "fish" else " ").join(candidates))
+        except Exception:  # with DSV4_STRICT=1 a broken plugin raises: not here, at a prompt
+            candidates = []
+        show_line(("\n" if shell == "fish" else " ").join(candidates))
     else:
         raise ConfigError(f"-sc {' '.join(words)} is not known; write -sc install=bash, zsh or fish.")
     return 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
 from dsv4core.api import PluginError
-from dsv4core.cli.output import show
+from dsv4core.cli.output import show, show_json
 from dsv4core.framework.discovery import BackendRecord, discover
 from dsv4core.framework.known import KNOWN_BACKENDS
-from dsv4core.framework.manager import load_backend
+from dsv4core.framework.manager import load_backend, tolerable
 from dsv4core.framework.requirements import requirement_reasons
 
 
@@ -51,12 +48,12 @@ def inventory() -> list[Row]:
 
 def plugins(as_json: bool) -> int:
     """Print the list of backends; the result is the exit code."""
-    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
-        rows = inventory()
+    rows = inventory()
     if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        show_json([asdict(row) for row in rows])
         return 0
-    table = Table("name", "status", "about", box=None, padding=(0, 2, 0, 0))
+    table = Table("name", "status", box=None, padding=(0, 2, 0, 0))
+    table.add_column("about", overflow="fold")
     for row in rows:
         about = row.fix or f"{row.dist} {row.version}"
         table.add_row(row.name, row.status, f"{row.summary}\n{about}")
@@ -69,6 +66,8 @@ def _row(record: BackendRecord) -> Row:
         info = load_backend(record).info
         reason = next(iter(requirement_reasons(info)), None)
     except PluginError as error:
+        if not tolerable(error):
+            raise
         reason = error.reason
     if reason is not None:
         return Row(record.name, reason.code, record.distribution, record.version, reason.text, reason.fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from rich.text import Text
 from dsv4core.api.kvcache import KVCacheLayout
 from dsv4core.api.layer import LayerSpec
 from dsv4core.attention import OPERATIONS
-from dsv4core.cli.output import show
+from dsv4core.cli.output import show, show_json
 from dsv4core.cli.tokens import Tokens
 from dsv4core.cli.verify import Verification
 from dsv4core.framework.selection import Selection
@@ -101,7 +100,7 @@ class Report:
 def print_report(report: Report, as_json: bool) -> None:
     """Print a report on stdout."""
     if as_json:
-        print(json.dumps(report.as_json()))
+        show_json(report.as_json())
         return
     from rich.table import Table
 

@@ -84,7 +84,8 @@ def bind(backend: Backend, hook: str, *fixed: object, place: str = "") -> Callab
 
     The result takes the remaining arguments in the order of the contract, whatever subset or order the
     backend's function takes. An exception goes through it untouched, with a note that names the backend
-    and `place`; None where a value is due is an error. Where wrappers are registered it goes through pluggy.
+    and `place`; None where a value is due is an error, and so is an exit. Where wrappers are registered (by
+    `backend.manager.register`, before a layer is bound) it goes through pluggy.
 
     Args:
         backend: The backend.
@@ -112,17 +113,20 @@ def bind(backend: Backend, hook: str, *fixed: object, place: str = "") -> Callab
     origin = f"in {hook} of backend {backend.name!r} ({backend.record.source})"
     note = partial(add_note, f"{origin}, {place}" if place else origin)
     nothing = partial(broken, backend.record, f"returned None from {hook}, where a value is due")
-    bound: Callable[..., Any] = scope["make"](function, note, nothing, *fixed)
+    left = partial(broken, backend.record, f"left the process from {hook}, {place}".rstrip(", "))
+    bound: Callable[..., Any] = scope["make"](function, note, nothing, left, *fixed)
     return bound
 
 
 # One call of Python and nothing else: `partial` and `**kwargs` cost more, a quiet `try` costs nothing.
 _WITH_RESULT = """
-def make(function, note, nothing, {held}):
+def make(function, note, nothing, left, {held}):
     def bound({rest}):
         try:
             result = function({arguments})
-        except Exception as error:
+        except SystemExit as error:
+            raise left() from error
+        except BaseException as error:
             note(error)
             raise
         if result is None:
@@ -131,11 +135,13 @@ def make(function, note, nothing, {held}):
     return bound
 """
 _WITHOUT_RESULT = """
-def make(function, note, nothing, {held}):
+def make(function, note, nothing, left, {held}):
     def bound({rest}):
         try:
             function({arguments})
-        except Exception as error:
+        except SystemExit as error:
+            raise left() from error
+        except BaseException as error:
             note(error)
             raise
     return bound

@@ -106,14 +106,19 @@ def _identity(distribution: Distribution) -> tuple[str, str, str]:
     """Name, version, and the versions of dsv4core that it asks for."""
     if not (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")):
         return "a distribution without METADATA", "", ""
-    asks = [text for text in distribution.requires or () if re.match(r"dsv4core(?![\w.-])", text)]
-    return distribution.metadata["Name"], distribution.version, ",".join(map(_specifier, asks))
+    core = ",".join(filter(None, map(_core_specifier, distribution.requires or ())))
+    return distribution.metadata["Name"] or "a distribution without a name", distribution.version or "", core
 
 
-def _specifier(requirement: str) -> str:
+def _core_specifier(requirement: str) -> str:
+    """What one `Requires-Dist` asks of dsv4core in this environment; empty where it is of another one."""
+    if not requirement.lower().startswith("dsv4core"):
+        return ""
     from packaging.requirements import Requirement
 
-    return str(Requirement(requirement).specifier)
+    parsed = Requirement(requirement)
+    applies = parsed.marker is None or parsed.marker.evaluate({"extra": ""})
+    return str(parsed.specifier) if applies and _canonical(parsed.name) == "dsv4core" else ""
 
 
 def _warn_about_unknown_names(
@@ -140,30 +145,36 @@ def _resolve(records: list[BackendRecord], switched_off: Mapping[str, str]) -> B
         text, fix = f"Backend {first.name!r} is disabled.", f"Take {name!r} out of {where}."
         return replace(first, problem=Reason("disabled", text, fix))
     first = kept[0]
-    # `vendor.backend` keeps apart what several vendors call alike.
-    if first.name == "auto" or not all(part.isidentifier() for part in first.name.split(".")):
+    if not _is_usable(first.name):
         text = f"{first.distribution} declares a backend named {first.name!r}, which is not a usable name."
-        fix = "Use an identifier, or identifiers with dots between them, and not 'auto'."
+        fix = "Use an identifier, or identifiers with dots between them, and neither 'auto' nor a literal."
         return replace(first, problem=Reason("broken", text, fix))
-    owners = {(_canonical(record.distribution), record.value) for record in kept}
-    if len(owners) > 1:
+    if not re.fullmatch(r"[\w.]+(\s*:\s*[\w.]+)?", first.value):
+        text = f"{first.title} is declared as {first.value!r}, neither a module nor module:object."
+        return replace(first, problem=Reason("broken", text, f"Repair or uninstall {first.distribution}."))
+    if len({_canonical(record.distribution) for record in kept}) > 1:
         return replace(first, problem=_conflict(kept))
-    if len({record.version for record in kept}) > 1:
+    if len({(record.version, record.value) for record in kept}) > 1:
         _report_copies(kept)
     return first
 
 
+def _is_usable(name: str) -> bool:
+    """Whether Hydra takes a name for a string. `vendor.backend` keeps apart what vendors call alike."""
+    if name.lower() in ("auto", "true", "false", "null", "nan", "inf"):
+        return False
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name, re.ASCII) is not None
+
+
 def _conflict(records: Sequence[BackendRecord]) -> Reason:
-    places = " and ".join(sorted(f"{_place(record)} as {record.value}" for record in records))
-    names = sorted({record.distribution for record in records}, key=_canonical)
-    fix = "Uninstall all but one."
-    if len(set(map(_canonical, names))) > 1:
-        fix = f"Uninstall all but one, or switch one off, as by DSV4_DISABLE={names[-1]}."
+    places = " and ".join(sorted(_place(record) for record in records))
+    other = max((record.distribution for record in records), key=_canonical)
+    fix = f"Uninstall all but one, or switch one off, as by DSV4_DISABLE={other}."
     return Reason("conflict", f"Backend {records[0].name!r} is declared more than once: by {places}.", fix)
 
 
 def _report_copies(records: Sequence[BackendRecord]) -> None:
-    """The same backend in several versions, as a stale egg-info leaves it: whatever is imported, it runs."""
+    """One distribution that is there twice, as a stale egg-info leaves it."""
     places = " and ".join(map(_place, records))
     text = f"Backend {records[0].name!r} is installed more than once: by {places}."
     fix = "Uninstall all but one."
@@ -173,7 +184,7 @@ def _report_copies(records: Sequence[BackendRecord]) -> None:
 
 
 def _place(record: BackendRecord) -> str:
-    return f"{record.source} (in {record.folder})"
+    return f"{record.source} (as {record.value} in {record.folder})"
 
 
 def _canonical(name: str) -> str:

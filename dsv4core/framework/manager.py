@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar, cast
@@ -17,6 +19,9 @@ from dsv4core.framework.watchdog import watch
 from dsv4core.framework.wording import add_note, near_miss, with_origin
 
 T = TypeVar("T")
+
+DEFECTS = frozenset({"broken", "api", "conflict", "probe-error"})
+"""Codes of reasons that lie in a package, not in the request: passing over one is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +68,34 @@ def load_backend(record: BackendRecord) -> Backend:
     if record.problem is not None:
         raise PluginError(record.problem)
     _check_core(record)
+    with (
+        watch(f"Importing backend {record.name!r} of {record.source}", record.name),
+        isolated(record, "broken", f"{record.title} cannot be loaded:"),
+    ):
+        return _check(record, EntryPoint(record.name, record.value, GROUP).load())
+
+
+@contextmanager
+def isolated(record: BackendRecord, code: str, sentence: str) -> Iterator[None]:
+    """Make a `PluginError` of whatever a backend raises; with `DSV4_STRICT=1` let it through with a note.
+
+    Args:
+        record: The backend.
+        code: The reason's code.
+        sentence: The beginning of the reason's text, which the exception ends.
+    """
     try:
-        with watch(f"Importing backend {record.name!r} of {record.source}", record.name):
-            plugin = EntryPoint(record.name, record.value, GROUP).load()
-            return _check(record, plugin)
-    except PluginError:
+        yield
+    except (PluginError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
-        if strict():
-            add_note(f"while loading {record.value}, backend {record.name!r} of {record.source}", error)
+    except BaseException as error:  # extension modules raise some that are no Exception
+        # An exit is never the plugin's to decide, and would show no traceback.
+        if strict() and not isinstance(error, SystemExit):
+            add_note(f"backend {record.name!r} of {record.source} ({record.value})", error)
             raise
-        raise broken(record, f"cannot be loaded: {with_origin(error, record.package)}") from error
+        fix = "DSV4_STRICT=1 shows the traceback."
+        fix = f"{_repair(record)}; {fix}" if code == "broken" else fix
+        raise PluginError(Reason(code, f"{sentence} {with_origin(error, record.package)}.", fix)) from error
 
 
 def answer(backend: Backend, hook: str, expected: type[T], **arguments: Any) -> T:
@@ -89,10 +111,18 @@ def answer(backend: Backend, hook: str, expected: type[T], **arguments: Any) -> 
     return value
 
 
+def tolerable(error: PluginError) -> bool:
+    """Whether others may go on without this backend; with `DSV4_STRICT=1` a defect is never passed over."""
+    return not strict() or error.reason.code not in DEFECTS
+
+
 def broken(record: BackendRecord, what: str) -> PluginError:
     """The error for a backend that breaks the contract; `what` ends the sentence that its name begins."""
-    fix = f"Repair or uninstall {record.distribution}; DSV4_STRICT=1 shows the traceback."
-    return PluginError(Reason("broken", f"{record.title} {what}.", fix))
+    return PluginError(Reason("broken", f"{record.title} {what}.", f"{_repair(record)}."))
+
+
+def _repair(record: BackendRecord) -> str:
+    return f"Repair or uninstall {record.distribution}"
 
 
 def _check_core(record: BackendRecord) -> None:
@@ -107,6 +137,10 @@ def _check_core(record: BackendRecord) -> None:
 
 
 def _check(record: BackendRecord, plugin: object) -> Backend:
+    if inspect.isclass(plugin):
+        raise broken(
+            record, f"is the class {plugin.__name__}; let its entry point name an instance or a module"
+        )
     describe = getattr(plugin, "dsv4_backend_info", None)
     info = describe() if callable(describe) else None
     if isinstance(info, BackendInfo):
@@ -117,10 +151,12 @@ def _check(record: BackendRecord, plugin: object) -> Backend:
     faults = _hook_faults(manager, plugin)
     if faults:
         raise broken(record, f"does not follow the contract: {'; '.join(faults)}")
+    manager.register(plugin, record.name)
+    info = info or manager.hook.dsv4_backend_info()
     if not isinstance(info, BackendInfo):
         raise broken(record, f"returned {_kind(info)} from dsv4_backend_info, where BackendInfo is due")
+    _check_api(record, info)
     _check_options(record, info.options)
-    manager.register(plugin, record.name)
     return Backend(record, info, manager, plugin)
 
 
@@ -147,7 +183,9 @@ def _check_options(record: BackendRecord, options: type[BackendOptions]) -> None
     if "__dataclass_fields__" not in vars(options):
         # Without the decorator its annotations are no fields, and the options would be silently lost.
         raise broken(record, f"has options of {options.__name__}, which is not decorated with @dataclass")
-    options(name=record.name)
+    name = options(name=record.name).name
+    if name != record.name:
+        raise broken(record, f"has options that change their name to {name!r}")
 
 
 def _hook_faults(manager: pluggy.PluginManager, plugin: object) -> list[str]:

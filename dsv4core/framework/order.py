@@ -23,7 +23,7 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """Names by platform or architecture. A backend enters, or moves up, with measurements of its own."""
 
-_KEY = re.compile(r"(cpu|cuda|rocm|sm_\d+|gfx[0-9a-f]+)(_heads_\d+)?")
+_KEY = re.compile(r"([a-z]+|sm_\d+|gfx[0-9a-f]+)(_heads_\d+)?")
 
 
 def check_order(order: Mapping[str, Sequence[str]]) -> None:
@@ -32,13 +32,17 @@ def check_order(order: Mapping[str, Sequence[str]]) -> None:
     Raises:
         ConfigError: A key names no machine, or its value is no list of backends.
     """
+    if not isinstance(order, Mapping):
+        raise ConfigError(
+            f"order={order!r} is no mapping; give lists of backends by machine, as in cpu=[a,b]."
+        )
     for key, names in order.items():
         if not _KEY.fullmatch(key):
             raise ConfigError(
                 f"backend.order.{key} names no machine; write a platform (cpu, cuda, rocm) or an "
                 "architecture (sm_90, gfx942), with _heads_16 after it for 16 query heads a rank."
             )
-        if isinstance(names, str) or "auto" in names:
+        if isinstance(names, str) or not all(isinstance(name, str) and name != "auto" for name in names):
             raise ConfigError(f"backend.order.{key}={names} is no list of backends to try; write [a,b].")
 
 

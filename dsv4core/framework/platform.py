@@ -26,7 +26,7 @@ class Machine:
     """A platform and architecture, and where they are known from.
 
     Attributes:
-        platform: `cpu`, `cuda` or `rocm`.
+        platform: `cpu`, `cuda`, `rocm`, or another type of torch's devices.
         arch: `sm_90`, `gfx942`, …; empty on a CPU.
         source: How it is known, for people.
     """
@@ -37,17 +37,13 @@ class Machine:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The machine behind a torch device: what `run` computes on. Imports torch.
-
-    Raises:
-        ConfigError: The device is neither a CPU nor a CUDA or ROCm device.
-    """
+    """The machine behind a torch device: what `run` computes on. Imports torch."""
     import torch
 
     if device.type == "cpu":
         return Machine("cpu", "", "device=cpu")
     if device.type != "cuda":
-        raise ConfigError(f"device={device} cannot be used; use auto, cpu or cuda (also for ROCm).")
+        return Machine(device.type, "", "torch says so")
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return Machine("rocm", properties.gcnArchName.partition(":")[0], "torch says so")
@@ -60,13 +56,13 @@ def guess_machine(device: str = "auto") -> Machine:
     The kind of torch's build and the variables that hide GPUs are heeded. What torch sees may still differ.
 
     Raises:
-        ConfigError: A GPU is asked for and there is none, or the device is of another type.
+        ConfigError: A GPU is asked for and there is none, or that is no device.
     """
     kind, _, number = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or not (number or "0").isdigit():
-        raise ConfigError(f"device={device} cannot be used; use auto, cpu or cuda (also for ROCm).")
-    if kind == "cpu":
-        return Machine("cpu", "", "device=cpu")
+    if not re.fullmatch(r"[a-z]+(:\d+)?", device):
+        raise ConfigError(f"device={device} is not a torch device; use auto, cpu, cuda or cuda:1.")
+    if kind not in ("auto", "cuda"):
+        return Machine(kind, "", f"device={device}")
     gpu = _gpu(int(number or 0))
     if isinstance(gpu, Machine):
         return gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from dsv4core.api import Limits, ModelShape, PageSizes, Request
+from dsv4core.api import ConfigError, Limits, ModelShape, PageSizes, Request
 from dsv4core.api.selection import Probe, Seam
 from dsv4core.config import AutoOptions, DSV4Config
 from dsv4core.framework.platform import Machine
@@ -22,6 +22,8 @@ def configured_shape(config: DSV4Config) -> ModelShape:
     """
     if config.checkpoint is not None:
         return load_model_shape(Path(config.checkpoint).expanduser())
+    if config.model.name not in PRESETS:
+        raise ConfigError(f"model={config.model.name} is not known; the names are {', '.join(PRESETS)}.")
     return PRESETS[config.model.name]
 
 

@@ -18,7 +18,7 @@ def _reason(requirement: Requirement) -> Reason | None:
     install = f"Run `{requirement.install}`."
     needed = f"{requirement.distribution}{requirement.version}"
     try:
-        installed = version(requirement.distribution)
+        installed = version(requirement.distribution) or "of an unknown version"
     except PackageNotFoundError:
         if not _importable(requirement.module):
             return Reason("package-missing", f"It needs {needed}, which is not installed.", install)
@@ -44,5 +44,5 @@ def _fits(installed: str, versions: str) -> bool:
 
     try:
         return SpecifierSet(versions).contains(Version(installed), prereleases=True)
-    except InvalidVersion:  # not PEP 440: nothing can be said, so nothing is refused
-        return True
+    except InvalidVersion:  # not PEP 440: it may fit, but nobody can say so
+        return False

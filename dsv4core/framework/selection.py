@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from dsv4core.api import (
     BackendOptions,
@@ -21,16 +23,19 @@ from dsv4core.api import (
 from dsv4core.framework.checks import check_plan, check_request, core_reasons, sample_layers
 from dsv4core.framework.discovery import BackendRecord, discover
 from dsv4core.framework.known import absent_reason
-from dsv4core.framework.manager import Backend, answer, broken, load_backend
+from dsv4core.framework.manager import (
+    DEFECTS,
+    Backend,
+    answer,
+    broken,
+    isolated,
+    load_backend,
+    tolerable,
+)
 from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
-from dsv4core.framework.switches import strict
 from dsv4core.framework.watchdog import watch
-from dsv4core.framework.wording import add_note, with_origin
 
 logger = logging.getLogger(__name__)
-
-DEFECTS = frozenset({"broken", "api", "conflict", "probe-error"})
-"""Codes of reasons that lie in a package, not in the request: passing over one is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,17 @@ class Selection:
     decisions: tuple[Decision, ...] = ()
     asked: str = ""
 
+    def summary(self) -> dict[str, Any]:
+        """What was chosen as plain data, to be logged, compared between ranks, or kept with a measurement."""
+        return {
+            "backend": self.backend.name,
+            "distribution": self.backend.record.distribution,
+            "version": self.backend.record.version,
+            "options": {name: value for name, value in vars(self.options).items() if name != "name"},
+            "kv_cache": {name: kept.name for name, kept in vars(self.layout).items()},
+            "variants": {kind: plan.variant for kind, plan in self.plans.items()},
+        }
+
 
 def select(
     request: Request,
@@ -74,11 +90,12 @@ def select(
 
     Raises:
         BackendUnavailable: The named backend cannot run the request, or none of the order can.
-        ConfigError: The named backend does not accept an asked dtype, the request or the arguments
-            contradict themselves, or the order names no machine.
+        ConfigError: The request or the arguments contradict themselves, or the order names no machine.
         PluginError: With `DSV4_STRICT=1`: a backend that was looked at is broken.
     """
     check_request(request)
+    if isinstance(disable, str):
+        raise ConfigError(f"disable={disable!r} is no list of backends; write [{disable!r}].")
     records = discover(disable)
     if backend != "auto":
         return _select_named(request, backend, options, records)
@@ -105,11 +122,11 @@ def _select_named(
 def _select_first(request: Request, order: Sequence[str], records: Mapping[str, BackendRecord]) -> Selection:
     chosen: Selection | None = None
     decisions = []
-    for name in order:
+    for name in dict.fromkeys(order):
         if chosen is not None:
             decisions.append(Decision(name, "not-reached"))
             continue
-        result = _try(request, name, records)
+        result = _qualify(request, name, records)
         if isinstance(result, Selection):
             chosen = result
             decisions.append(Decision(name, "chosen"))
@@ -136,18 +153,10 @@ def _select_first(request: Request, order: Sequence[str], records: Mapping[str, 
 
 
 def _judge(request: Request, name: str, records: Mapping[str, BackendRecord]) -> Decision:
-    result = _try(request, name, records)
+    result = _qualify(request, name, records)
     if isinstance(result, Selection):
         return Decision(name, "could-run")
     return Decision(name, "rejected", result)
-
-
-def _try(request: Request, name: str, records: Mapping[str, BackendRecord]) -> Selection | tuple[Reason, ...]:
-    """As `_qualify` with default options, where nobody asked for this backend and its dtypes."""
-    try:
-        return _qualify(request, name, records)
-    except ConfigError as error:
-        return (Reason("kv-dtype", str(error)),)
 
 
 def _qualify(
@@ -162,20 +171,16 @@ def _qualify(
     record = records[name]
     try:
         backend = load_backend(record)
-        with watch(f"Asking backend {name!r} of {record.source} what it can run", name):
-            return _ask(backend, request, _options(backend, options))
-    except ConfigError:
-        raise
+        own = _options(backend, options)
+        with (
+            watch(f"Asking backend {name!r} of {record.source} what it can run", name),
+            isolated(record, "probe-error", "Its checks raised"),
+        ):
+            return _ask(backend, request, own)
     except PluginError as error:
-        if strict() and error.reason.code != "disabled":
+        if not tolerable(error):
             raise
         return (error.reason,)
-    except (Exception, SystemExit) as error:
-        if strict():
-            add_note(f"while asking backend {name!r} ({record.source}) what it can run", error)
-            raise
-        text = f"Its checks raised {with_origin(error, record.package)}."
-        return (Reason("probe-error", text, "DSV4_STRICT=1 shows the traceback."),)
 
 
 def _options(backend: Backend, options: BackendOptions | None) -> BackendOptions:
@@ -196,19 +201,31 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
     # Without its packages a probe of the host could only raise, and hide the reason why.
     blind = any(reason.code.startswith("package-") for reason in reasons)
     probed = replace(request, probe="static") if blind else request
-    own = answer(backend, "dsv4_unsupported_reasons", object, request=probed, options=options)
-    if not (isinstance(own, Sequence) and all(isinstance(reason, Reason) for reason in own)):
+    with _refusal("option"):
+        own = answer(backend, "dsv4_unsupported_reasons", object, request=probed, options=options)
+    if not (isinstance(own, (list, tuple)) and all(isinstance(reason, Reason) for reason in own)):
         raise broken(backend.record, "returned something else than Reasons from dsv4_unsupported_reasons")
     if reasons or own:
         return (*reasons, *own)
     arguments = {"request": request, "options": options}
-    layout = answer(backend, "dsv4_resolve_kv_cache", KVCacheLayout, **arguments)
+    with _refusal("kv-dtype"):
+        layout = answer(backend, "dsv4_resolve_kv_cache", KVCacheLayout, **arguments)
     plans = {}
     for layer in sample_layers(request):
-        plan = answer(backend, "dsv4_plan_layer", LayerPlan, layer=layer, **arguments)
+        with _refusal("option"):
+            plan = answer(backend, "dsv4_plan_layer", LayerPlan, layer=layer, **arguments)
         check_plan(backend, request, layer, plan)
         plans[layer.kind.name] = plan
     return Selection(request, backend, options, layout, MappingProxyType(plans))
+
+
+@contextmanager
+def _refusal(code: str) -> Iterator[None]:
+    """A backend may refuse what the user wrote with a `ConfigError`: its text is then the reason."""
+    try:
+        yield
+    except ConfigError as error:
+        raise PluginError(Reason(code, str(error))) from error
 
 
 def _not_in_order(name: str) -> Reason:

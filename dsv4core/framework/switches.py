@@ -11,7 +11,7 @@ SWITCHES = ("DSV4_DISABLE", "DSV4_STRICT")
 
 def strict() -> bool:
     """Whether `DSV4_STRICT=1` asks for original exceptions instead of isolated ones."""
-    return os.environ.get("DSV4_STRICT", "0") not in ("", "0")
+    return os.environ.get("DSV4_STRICT", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def disabled() -> frozenset[str]:

@@ -15,7 +15,8 @@ logger = logging.getLogger("dsv4core")
 def one_line(error: BaseException) -> str:
     """An exception as `Type: text` on one line, without a full stop."""
     try:
-        text = " ".join(str(error).split()).rstrip(".")
+        shown = "".join(letter if letter.isprintable() else " " for letter in str(error))
+        text = " ".join(shown.split()).rstrip(".")
     except Exception:  # somebody else's __str__
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -23,7 +23,7 @@ def report(capsys: Capture, *words: str, code: int = 0) -> dict[str, Any]:
 def test_json_of_a_choice(folder: Path, capsys: Capture) -> None:
     install_backend(folder, "acme")
     result = report(capsys, "backend.order.cpu=[acme]", "kv_cache_dtype=bf16", "model=v4_flash")
-    assert list(result) == ["request", "chosen", "decisions", "kv_cache", "plan", "config"]
+    assert list(result) == ["request", "chosen", "decisions", "kv_cache", "plan", "selection", "config"]
     assert result["chosen"] == "acme"
     assert result["decisions"] == [{"backend": "acme", "verdict": "chosen", "reasons": []}]
     assert result["kv_cache"]["window"] == {"name": "bf16", "bytes_per_token": 1024}

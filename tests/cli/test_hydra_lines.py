@@ -11,6 +11,7 @@ import pytest
 
 from dsv4core.testing.fakes import install_backend
 
+pytestmark = pytest.mark.network
 HERE = Path(__file__).parent
 LINES = {
     "1.3.2": ("hydra-core==1.3.2", "omegaconf==2.3.0"),
@@ -97,9 +98,29 @@ def test_it_sweeps(line: tuple[str, Path], application: Path) -> None:
     ]
 
 
-def test_it_helps_and_completes(line: tuple[str, Path], application: Path) -> None:
+def test_its_help_lists_the_backends(line: tuple[str, Path], application: Path) -> None:
     done = python(line, "app.py", "--help", cwd=application)
     assert "dsv4/backend: acme, auto, reference\n" in done.stdout
+
+
+def test_its_shell_completes_the_backends(
+    line: tuple[str, Path], application: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", "python app.py dsv4/backend=")
+    done = python(line, "app.py", "-sc", "query=bash", cwd=application)
+    assert done.stdout.split() == [f"dsv4/backend={name}" for name in ("acme", "auto", "reference")]
+
+
+def test_it_may_leave_backends_out(line: tuple[str, Path], application: Path) -> None:
+    file = application / "app.py"
+    file.write_text(
+        file.read_text().replace('"dsv4/backend")', '"dsv4/backend", disable=["broken", "reference"])')
+    )
+    done = python(line, "app.py", *NO_FILES, cwd=application)
+    assert "AutoOptions" in done.stdout
+    assert done.stderr == ""
+    done = python(line, "app.py", "--help", cwd=application)
+    assert "dsv4/backend: acme, auto\n" in done.stdout
 
 
 TYPO = ("dsv4/backend=acme", "dsv4.backend.workspace=3")

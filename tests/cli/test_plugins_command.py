@@ -47,8 +47,8 @@ def test_json(backends: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"({backends / 'fake_broken.py'}, line 1)."
     )
     assert by_name["twice"]["summary"] == (
-        f"Backend 'twice' is declared more than once: by fake-one 1.0 (in {backends}) as fake_one and "
-        f"fake-two 1.0 (in {backends}) as fake_two."
+        f"Backend 'twice' is declared more than once: by fake-one 1.0 (as fake_one in {backends}) and "
+        f"fake-two 1.0 (as fake_two in {backends})."
     )
     assert (by_name["needy"]["summary"], by_name["needy"]["fix"]) == (
         "It needs flashfoo>=2, which is not installed.",

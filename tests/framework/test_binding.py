@@ -141,7 +141,7 @@ def test_no_state(choose: Choose, make: Callable[[Selection], object], statement
         make(selection)
     assert str(caught.value) == (
         f"[broken] Backend 'acme' of fake-acme 1.0 returned None from {hook}, where a value is due. "
-        "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
+        "Repair or uninstall fake-acme."
     )
 
 
@@ -214,6 +214,16 @@ def test_an_exception_while_building_has_a_note(
     assert notes(caught.value) == [f"in {hook} of backend 'acme' (fake-acme 1.0), {place}"]
 
 
+def test_a_hook_cannot_end_the_process(choose: Choose) -> None:
+    bound = build(choose(("return AttentionOutput(", "raise SystemExit(0)\n    return AttentionOutput(")))
+    with pytest.raises(PluginError) as caught:
+        bound.forward_mqa(*HOT)
+    assert str(caught.value) == (
+        "[broken] Backend 'acme' of fake-acme 1.0 left the process from dsv4_forward_mqa, layer 3 (swa). "
+        "Repair or uninstall fake-acme."
+    )
+
+
 def test_an_exception_in_a_step_has_a_note(choose: Choose) -> None:
     raising = (
         "def dsv4_plan_step(kind_state, step):\n    return None",
@@ -258,7 +268,7 @@ def test_none_where_a_value_is_due(
         call(bound)
     assert str(caught.value) == (
         f"[broken] Backend 'acme' of fake-acme 1.0 returned None from {hook}, where a value is due. "
-        "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
+        "Repair or uninstall fake-acme."
     )
 
 

@@ -92,11 +92,12 @@ def test_stale_egg_info_with_the_same_target_is_the_same_backend(
     assert caplog.messages == []
 
 
-def test_copies_of_several_versions_are_named_once(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", ["fake_acme", "where_it_was"])
+def test_copies_of_one_distribution_are_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     install_backend(folder, "acme", BOOM, distribution="fake-acme")
-    entry_points = "[dsv4core.backends]\nacme = fake_acme\n"
+    entry_points = f"[dsv4core.backends]\nacme = {value}\n"
     declare(folder, "old/fake_acme.egg-info", "Name: fake-acme\nVersion: 0.1\n", entry_points)
     from importlib.metadata import distributions
 
@@ -104,9 +105,10 @@ def test_copies_of_several_versions_are_named_once(
 
     paths = [str(folder), str(folder / "old")]
     monkeypatch.setattr(discovery, "distributions", lambda: distributions(path=paths))
-    places = f"fake-acme 1.0 (in {folder}) and fake-acme 0.1 (in {folder / 'old'})"
+    places = f"fake-acme 1.0 (as fake_acme in {folder}) and fake-acme 0.1 (as {value} in {folder / 'old'})"
     for _ in range(2):
-        assert discover()["acme"].problem is None
+        record = discover()["acme"]
+        assert (record.value, record.problem) == ("fake_acme", None)
     assert caplog.messages == [
         f"Backend 'acme' is installed more than once: by {places}. The first on sys.path is used. "
         "Uninstall all but one."
@@ -123,8 +125,8 @@ def test_two_distributions_with_one_name_are_a_conflict(folder: Path) -> None:
     install_backend(folder, "acme", BOOM, distribution="fake-one")
     install_backend(folder, "acme", BOOM, distribution="fake-two", version="2.0")
     assert str(problem("acme")) == (
-        f"[conflict] Backend 'acme' is declared more than once: by fake-one 1.0 (in {folder}) as fake_one "
-        f"and fake-two 2.0 (in {folder}) as fake_two. "
+        f"[conflict] Backend 'acme' is declared more than once: by fake-one 1.0 (as fake_one in {folder}) "
+        f"and fake-two 2.0 (as fake_two in {folder}). "
         "Uninstall all but one, or switch one off, as by DSV4_DISABLE=fake-two."
     )
 
@@ -144,22 +146,56 @@ def test_a_conflict_ends_when_one_distribution_is_switched_off(
     )
 
 
-def test_one_distribution_with_two_targets_is_a_conflict(folder: Path) -> None:
-    install_backend(folder, "acme", BOOM, distribution="fake-acme")
-    entry_points = "[dsv4core.backends]\nacme = elsewhere\n"
-    declare(folder, "fake_acme.egg-info", "Name: fake-acme\nVersion: 0.9\n", entry_points)
+@pytest.mark.parametrize("value", ["", "fake acme", "fake_acme:", "a:b:c", "fake-acme"])
+def test_declarations_that_name_no_object(folder: Path, value: str) -> None:
+    declare(
+        folder, "acme-1.dist-info", "Name: fake-acme\nVersion: 1\n", f"[dsv4core.backends]\nacme = {value}\n"
+    )
     assert str(problem("acme")) == (
-        f"[conflict] Backend 'acme' is declared more than once: by fake-acme 0.9 (in {folder}) as elsewhere "
-        f"and fake-acme 1.0 (in {folder}) as fake_acme. Uninstall all but one."
+        f"[broken] Backend 'acme' of fake-acme 1 is declared as {value!r}, neither a module nor "
+        "module:object. Repair or uninstall fake-acme."
     )
 
 
-@pytest.mark.parametrize("name", ["auto", "not-a-name", "acme.", "1st", "acme..b"])
+METADATA = [
+    ("Version: 1.0\n", "a distribution without a name 1.0"),
+    ("Name: fake-acme\n", "fake-acme"),
+    ("Name: fake-acme\nVersion: 1\nRequires-Dist: dsv4core>=9; extra == 'future'\n", "fake-acme 1"),
+]
+
+
+@pytest.mark.parametrize(("metadata", "source"), METADATA)
+def test_poor_metadata(folder: Path, metadata: str, source: str) -> None:
+    declare(folder, "acme-1.dist-info", metadata, "[dsv4core.backends]\nacme = acme\n")
+    record = discover()["acme"]
+    assert (record.source, record.core, record.problem) == (source, "", None)
+
+
+ASKS = [
+    ("DSV4Core>=9", ">=9"),
+    ("dsv4core >=0.1,<0.2", "<0.2,>=0.1"),
+    ("dsv4core[triton]>=9", ">=9"),
+    ("dsv4core<0.1; python_version < '3.9'", ""),
+    ("dsv4core>=0.1; python_version >= '3.9'", ">=0.1"),
+    ("dsv4core_extra>=9", ""),
+    ("dsv4core", ""),
+]
+
+
+@pytest.mark.parametrize(("requires", "core"), ASKS)
+def test_what_is_asked_of_the_core(folder: Path, requires: str, core: str) -> None:
+    install_backend(folder, "acme", BOOM, requires=requires)
+    assert discover()["acme"].core == core
+
+
+@pytest.mark.parametrize(
+    "name", ["auto", "not-a-name", "acme.", "1st", "acme..b", "True", "null", "nan", "\u00e9t\u00e9"]
+)
 def test_names_that_cannot_be_used(folder: Path, name: str) -> None:
     install_backend(folder, name, BOOM, distribution="fake-acme")
     assert str(problem(name)) == (
         f"[broken] fake-acme declares a backend named {name!r}, which is not a usable name. "
-        "Use an identifier, or identifiers with dots between them, and not 'auto'."
+        "Use an identifier, or identifiers with dots between them, and neither 'auto' nor a literal."
     )
 
 

@@ -12,7 +12,8 @@ from dsv4core.framework.manager import Backend, load_backend
 from dsv4core.testing.fakes import altered, install_backend
 
 TITLE = "Backend 'acme' of fake-acme 1.0"
-FIX = "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
+REPAIR = "Repair or uninstall fake-acme."
+TRACE = "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
 PLAN_STEP = "@hookimpl\ndef dsv4_plan_step(kind_state, step):"
 
 
@@ -59,7 +60,7 @@ def test_broken_import(folder: Path, source: str, what: str) -> None:
         load_backend(discover()["acme"])
     module = folder / "fake_acme.py"
     text = what.format(module=module, origin=f" ({module}, line 1)")
-    assert str(caught.value) == f"[broken] {TITLE} cannot be loaded: {text} {FIX}"
+    assert str(caught.value) == f"[broken] {TITLE} cannot be loaded: {text} {TRACE}"
     assert caught.value.__cause__ is not None
 
 
@@ -67,6 +68,36 @@ def test_the_origin_is_the_plugins_own_line(folder: Path) -> None:
     install_backend(folder, "acme", "import json\n\njson.loads('{')")
     with pytest.raises(PluginError, match=r"JSONDecodeError: .* \(.*fake_acme\.py, line 3\)\. Repair"):
         load_backend(discover()["acme"])
+
+
+def test_what_is_no_exception_is_isolated_too(folder: Path) -> None:
+    install_backend(folder, "acme", "class Panic(BaseException): pass\nraise Panic('in Rust')")
+    with pytest.raises(PluginError, match=r"cannot be loaded: Panic: in Rust \("):
+        load_backend(discover()["acme"])
+
+
+def test_an_exit_is_never_let_through(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_STRICT", "1")
+    install_backend(folder, "acme", "raise SystemExit(0)")
+    with pytest.raises(PluginError, match="cannot be loaded: SystemExit: 0 ") as caught:
+        load_backend(discover()["acme"])
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_a_class_is_no_backend(folder: Path) -> None:
+    install_backend(folder, "acme", "class Plugin: pass")
+    entry_points = folder / "fake_acme-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text("[dsv4core.backends]\nacme = fake_acme:Plugin\n")
+    with pytest.raises(PluginError) as caught:
+        load_backend(discover()["acme"])
+    assert str(caught.value) == (
+        f"[broken] {TITLE} is the class Plugin; let its entry point name an instance or a module. {REPAIR}"
+    )
+
+
+def test_info_may_have_another_function_name(folder: Path) -> None:
+    renamed = ("@hookimpl\ndef dsv4_backend_info", "@hookimpl(specname='dsv4_backend_info')\ndef about")
+    assert load(folder, renamed).info.summary == "computes nothing"
 
 
 def test_an_interrupt_is_not_a_fault(folder: Path) -> None:
@@ -117,6 +148,10 @@ FAULTS = [
         "has options of <class 'fake_acme.Options'>, which is no subclass of BackendOptions.",
     ),
     (
+        [("int = 64", "int = 64\n    def __post_init__(self): self.name = 'other'")],
+        "has options that change their name to 'other'.",
+    ),
+    (
         [("@dataclass\nclass Options", "class Options")],
         "has options of Options, which is not decorated with @dataclass.",
     ),
@@ -127,7 +162,7 @@ FAULTS = [
 def test_breach_of_the_contract(folder: Path, replacements: list[tuple[str, str]], what: str) -> None:
     with pytest.raises(PluginError) as caught:
         load(folder, *replacements)
-    assert str(caught.value) == f"[broken] {TITLE} {what} {FIX}"
+    assert str(caught.value) == f"[broken] {TITLE} {what} {REPAIR}"
 
 
 def test_a_wrapper_does_not_count_as_an_implementation(folder: Path) -> None:
@@ -147,19 +182,24 @@ RAISING = [
     ),
     (
         ("capabilities=frozenset()", "capabilities=frozenset({'fast'})"),
-        "cannot be loaded: ValueError: capabilities=['fast'] cannot be; give several of defer-sink, "
+        "cannot be loaded: ValueError: capabilities ['fast'] are not known; the list is closed: defer-sink, "
         "deterministic, graph, kernel-seam, lse, multi-token-decode, needs-host-lengths, private-output, "
         "strided-pages, tensor-parallel ({module}, line 23).",
     ),
     (
-        ('platforms=("cpu",)', 'platforms="cpu"'),
-        "cannot be loaded: ValueError: platforms=['cpu'] cannot be; give several of cpu, cuda, rocm "
+        ("capabilities=frozenset()", "capabilities=['graph']"),
+        "cannot be loaded: ValueError: capabilities=['graph'] cannot be; give a tuple or a frozenset "
         "({module}, line 23).",
     ),
     (
-        ('platforms=("cpu",)', 'platforms=("cpu", "npu")'),
-        "cannot be loaded: ValueError: platforms=['npu'] cannot be; give several of cpu, cuda, rocm "
+        ('platforms=("cpu",)', 'platforms="cpu"'),
+        "cannot be loaded: ValueError: platforms='cpu' cannot be; give a tuple or a frozenset "
         "({module}, line 23).",
+    ),
+    (
+        ('platforms=("cpu",)', 'platforms=("cpu", "a chip")'),
+        "cannot be loaded: ValueError: platforms=('cpu', 'a chip') cannot be; name those that it has kernels "
+        "for ({module}, line 23).",
     ),
     (
         ('summary="computes nothing"', "summary=None"),
@@ -172,7 +212,7 @@ RAISING = [
     ),
     (
         ('platforms=("cpu",)', "platforms=()"),
-        "cannot be loaded: ValueError: platforms are empty; name those that the backend has kernels for "
+        "cannot be loaded: ValueError: platforms=() cannot be; name those that it has kernels for "
         "({module}, line 23).",
     ),
 ]
@@ -184,7 +224,7 @@ def test_a_description_that_raises(folder: Path, replacement: tuple[str, str], w
         load(folder, replacement)
     text = re.sub(r", line \d+\)", ", line N)", str(caught.value))
     expected = re.sub(r", line \d+\)", ", line N)", what.format(module=folder / "fake_acme.py"))
-    assert text == f"[broken] {TITLE} {expected} {FIX}"
+    assert text == f"[broken] {TITLE} {expected} {TRACE}"
 
 
 def test_wrong_api_is_found_before_its_hooks_are_judged(folder: Path) -> None:

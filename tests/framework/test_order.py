@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from dsv4core.api import ConfigError, Request
 from dsv4core.framework.known import KNOWN_BACKENDS
 from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
 from dsv4core.framework.selection import select
+from dsv4core.testing.fakes import altered, install_backend
 
 ORDER = {"cuda": ["a"], "cuda_heads_16": ["b"], "sm_90": ["c"], "sm_90_heads_16": ["d"], "sm_100_heads_8": []}
 MACHINES = [
@@ -39,9 +41,7 @@ def test_the_default_order_names_backends_that_exist() -> None:
     assert not any("reference" in names for names in gpus)
 
 
-@pytest.mark.parametrize(
-    "machine", ["sm90", "sm_90a", "gpu", "SM_90", "sm_90_heads_", "sm_90_16", "heads_16", ""]
-)
+@pytest.mark.parametrize("machine", ["sm90", "sm_90a", "SM_90", "sm_90_heads_", "sm_90_16", "heads_16", ""])
 def test_machines_that_do_not_exist(request_: Request, machine: str) -> None:
     with pytest.raises(ConfigError) as caught:
         select(request_, order={"cpu": ["acme"], machine: ["acme"]})
@@ -51,7 +51,30 @@ def test_machines_that_do_not_exist(request_: Request, machine: str) -> None:
     )
 
 
-@pytest.mark.parametrize("names", ["acme", ["acme", "auto"]])
+def test_an_order_is_by_machine(request_: Request) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(request_, order=["acme"])  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "order=['acme'] is no mapping; give lists of backends by machine, as in cpu=[a,b]."
+    )
+
+
+def test_a_name_is_tried_once(folder: Path, request_: Request) -> None:
+    install_backend(folder, "acme")
+    decisions = select(request_, order={"cpu": ["hopper", "acme", "hopper", "acme"]}).decisions
+    assert [(decision.backend, decision.verdict) for decision in decisions] == [
+        ("hopper", "rejected"),
+        ("acme", "chosen"),
+    ]
+
+
+def test_a_platform_may_be_another_makers(folder: Path, request_: Request) -> None:
+    install_backend(folder, "acme", altered(('("cpu",)', '("npu",)')))
+    request = replace(request_, platform="npu", arch="ascend910")
+    assert select(request, order={"npu": ["acme"]}).backend.name == "acme"
+
+
+@pytest.mark.parametrize("names", ["acme", ["acme", "auto"], [1]])
 def test_lists_that_are_none(names: object) -> None:
     with pytest.raises(ConfigError) as caught:
         check_order({"cpu": names})  # type: ignore[dict-item]

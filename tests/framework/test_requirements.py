@@ -66,12 +66,28 @@ def test_both_versions_are_named() -> None:
     )
 
 
-def test_a_version_that_means_nothing_is_not_refused(folder: Path) -> None:
+def test_a_version_that_means_nothing_does_not_fit(folder: Path) -> None:
     (folder / "odd-1.dist-info").mkdir()
     (folder / "odd-1.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: odd\nVersion: nightly\n"
     )
-    assert reasons(Requirement("odd", "odd", "-", ">=2")) == ()
+    assert reasons(Requirement("odd", "odd", "pip install odd", ">=2"))[0].text == (
+        "It needs odd>=2, and odd nightly is installed."
+    )
+    assert reasons(Requirement("odd", "odd", "pip install odd")) == ()
+
+
+def test_a_leftover_without_metadata_does_not_fit(folder: Path) -> None:
+    (folder / "odd-1.dist-info").mkdir()
+    assert reasons(Requirement("odd", "odd", "pip install odd", ">=1"))[0].text == (
+        "It needs odd>=1, and odd of an unknown version is installed."
+    )
+
+
+@pytest.mark.parametrize("field", ["module", "distribution", "install"])
+def test_a_requirement_is_complete(field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} of a requirement is empty; name it.$"):
+        Requirement(**{"module": "odd", "distribution": "odd", "install": "pip install odd", field: ""})
 
 
 NEEDS = "requirements=(Requirement('flashfoo', 'flashfoo-python', 'pip install flashfoo-python', '>=0.6'),),"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,6 @@ from dsv4core.api import (
     BackendUnavailable,
     ConfigError,
     Decision,
-    LayerKind,
     PageSizes,
     Reason,
     Request,
@@ -255,16 +255,60 @@ def test_a_disabled_backend_is_passed_over_even_if_strict(
     assert select(request_, order=order("acme", "other")).backend.name == "other"
 
 
-def test_dtypes(install: Install, request_: Request) -> None:
-    head = "def dsv4_resolve_kv_cache(request):\n"
-    install("acme", (head, REFUSES))
+def test_a_refused_dtype_is_a_reason(
+    install: Install, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("acme", ("def dsv4_resolve_kv_cache(request):\n", REFUSES))
     install("other")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         select(request_, "acme")
-    assert str(caught.value) == "kv_cache_dtype=auto is not mine; use fp8."
+    assert str(caught.value) == (
+        "backend=acme cannot run this request: [kv-dtype] kv_cache_dtype=auto is not mine; use fp8. "
+        "What could run here, if you name it: other."
+    )
+    monkeypatch.setenv("DSV4_STRICT", "1")
     selection = select(request_, order=order("acme", "other"))
     assert selection.decisions[0].reasons == (
         Reason("kv-dtype", "kv_cache_dtype=auto is not mine; use fp8."),
+    )
+
+
+OPTION = "raise C('workspace_mib=64 is too little for 16 heads; use 128.')"
+WHERE = [
+    ("    return []\n", f"    {OPTION}\n"),
+    ("    return LayerPlan(", f"    {OPTION}\n    return LayerPlan("),
+]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_refused_option_is_a_reason(install: Install, request_: Request, where: tuple[str, str]) -> None:
+    install("acme", where)
+    with pytest.raises(BackendUnavailable) as caught:
+        select(request_, "acme")
+    assert reasons(caught, "acme") == ["[option] workspace_mib=64 is too little for 16 heads; use 128."]
+
+
+def test_a_list_of_names_is_no_name(install: Install, request_: Request) -> None:
+    install("acme")
+    with pytest.raises(ConfigError) as caught:
+        select(request_, "acme", disable="acme")
+    assert str(caught.value) == "disable='acme' is no list of backends; write ['acme']."
+
+
+def test_a_summary_is_plain_data(install: Install, request_: Request) -> None:
+    install("acme", ("own_ops=frozenset()", "variant='split-KV'"))
+    summary = select(request_, "acme").summary()
+    assert (
+        json.loads(json.dumps(summary))
+        == summary
+        == {
+            "backend": "acme",
+            "distribution": "fake-acme",
+            "version": "1.0",
+            "options": {"workspace_mib": 64},
+            "kv_cache": dict.fromkeys(("window", "compressed", "index", "state"), "bf16"),
+            "variants": dict.fromkeys(("swa", "c4a", "c128a"), "split-KV"),
+        }
     )
 
 
@@ -288,43 +332,6 @@ def test_platform(install: Install, request_: Request) -> None:
     ]
 
 
-CAPABILITIES = [
-    ({"decode_query_len": 2}, ["multi-token-decode"]),
-    ({"graph": True}, ["graph"]),
-    ({"deterministic": True}, ["deterministic"]),
-    ({"strided_pages": True}, ["strided-pages"]),
-    ({"tensor_parallel": 2, "num_heads": 8}, ["tensor-parallel"]),
-    ({"seam": "kernel"}, ["kernel-seam"]),
-    ({"context_parallel": 2}, ["lse", "defer-sink"]),
-    ({"seam": "kernel", "graph": True}, ["kernel-seam", "graph"]),
-]
-
-
-@pytest.mark.parametrize(("asked", "needed"), CAPABILITIES)
-def test_capabilities(
-    install: Install, request_: Request, asked: dict[str, object], needed: list[str]
-) -> None:
-    install("acme")
-    install("able", ("frozenset(),", f"frozenset({needed}),"))
-    request = replace(request_, **asked)  # type: ignore[arg-type]
-    assert select(request, "able").backend.name == "able"
-    with pytest.raises(BackendUnavailable) as caught:
-        select(request, "acme")
-    assert [reason.split(" (")[0] for reason in reasons(caught, "acme")] == [
-        f"[capability] The request needs {name!r}" for name in needed
-    ]
-
-
-def test_a_capability_is_named_with_its_meaning(install: Install, request_: Request) -> None:
-    install("acme")
-    with pytest.raises(BackendUnavailable) as caught:
-        select(replace(request_, decode_query_len=3), "acme")
-    assert reasons(caught, "acme") == [
-        "[capability] The request needs 'multi-token-decode' (a decode request may have several query "
-        "tokens), which it does not declare."
-    ]
-
-
 def test_a_request_that_contradicts_itself(install: Install, request_: Request) -> None:
     with pytest.raises(ConfigError) as caught:
         select(replace(request_, tensor_parallel=2))
@@ -338,80 +345,3 @@ def test_a_request_that_contradicts_itself(install: Install, request_: Request) 
     assert str(caught.value) == (
         "a context page of 100 tokens is not a whole number of 128-token entries; choose a multiple of 128."
     )
-
-
-def test_host_lengths(install: Install, request_: Request) -> None:
-    install("acme", ("frozenset(),", "frozenset({'needs-host-lengths'}),"))
-    assert select(request_, "acme").backend.name == "acme"
-    with pytest.raises(BackendUnavailable) as caught:
-        select(replace(request_, host_lengths=False), "acme")
-    assert reasons(caught, "acme") == [
-        "[capability] It needs the lengths of a step on the host, and the host has none. "
-        "Give Step.host_lengths."
-    ]
-
-
-def test_kinds_that_share_a_name_are_refused(install: Install, request_: Request) -> None:
-    install("acme")
-    kinds = tuple(LayerKind(4, "top_k", True, index_source=source) for source in (None, 0))
-    model = replace(request_.model, layer_kinds=kinds)
-    with pytest.raises(BackendUnavailable) as caught:
-        select(replace(request_, model=model), "acme")
-    assert reasons(caught, "acme") == [
-        "[model] The model has 2 kinds of layers named c4a, and plans go by name."
-    ]
-
-
-ANSWERS = [
-    ("return []", "pass", "returned None from dsv4_unsupported_reasons, where a value is due."),
-    ("return []", "return ['no']", "returned something else than Reasons from dsv4_unsupported_reasons."),
-    (
-        "return KVCacheLayout(row, row, row, row)",
-        "pass",
-        "returned None from dsv4_resolve_kv_cache, where KVCacheLayout is due.",
-    ),
-    ("return LayerPlan(", "return dict(", "returned dict from dsv4_plan_layer, where LayerPlan is due."),
-    (
-        "padded_q_heads=layer.num_heads",
-        "padded_q_heads=8",
-        "plans 8 query heads for a layer that has 16 of them.",
-    ),
-    (
-        "own_ops=frozenset()",
-        "own_ops=frozenset({'compress'})",
-        "plans to do compress itself, but does not implement dsv4_compress.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("old", "new", "what"), ANSWERS)
-def test_answers_that_break_the_contract(
-    install: Install, request_: Request, old: str, new: str, what: str
-) -> None:
-    install("acme", (old, new))
-    with pytest.raises(BackendUnavailable) as caught:
-        select(request_, "acme")
-    assert reasons(caught, "acme") == [
-        f"[broken] Backend 'acme' of fake-acme 1.0 {what} "
-        "Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
-    ]
-
-
-def test_private_output_may_be_forbidden(install: Install, request_: Request) -> None:
-    plan = "from dsv4core.api import OutputSpec\n    return LayerPlan(output=OutputSpec('private'), "
-    declared = ("frozenset(),", "frozenset({'private-output'}),")
-    install("acme", ("return LayerPlan(", plan), declared)
-    assert select(request_, "acme").plans["swa"].output.format == "private"
-    with pytest.raises(BackendUnavailable, match="private attention output, which the request forbids"):
-        select(replace(request_, private_output=False), "acme")
-
-
-def test_private_output_must_be_declared(install: Install, request_: Request) -> None:
-    plan = "from dsv4core.api import OutputSpec\n    return LayerPlan(output=OutputSpec('private'), "
-    install("acme", ("return LayerPlan(", plan))
-    with pytest.raises(BackendUnavailable) as caught:
-        select(request_, "acme")
-    assert reasons(caught, "acme") == [
-        "[broken] Backend 'acme' of fake-acme 1.0 plans a private attention output, and does not declare "
-        "'private-output'. Repair or uninstall fake-acme; DSV4_STRICT=1 shows the traceback."
-    ]

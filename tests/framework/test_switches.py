@@ -7,7 +7,9 @@ import pytest
 from dsv4core.framework.switches import disabled, strict, warn_about_unknown_switches
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("False", False), ("1", True)]
+)
 def test_strict(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
     monkeypatch.delenv("DSV4_STRICT", raising=False)
     if value is not None:
