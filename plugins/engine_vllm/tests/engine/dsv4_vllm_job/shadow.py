@@ -1,0 +1,60 @@
+"""Beside each attention of ours, vLLM's own on the same caches; their difference goes into a file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def install(path: str) -> None:
+    """Wrap the classes that the adapter makes.
+
+    Args:
+        path: Where each call adds a line; the rank is appended.
+    """
+    import dsv4_vllm.attention as adapter
+
+    if hasattr(adapter, "shadowed"):
+        return
+    adapter.shadowed = True  # type: ignore[attr-defined]
+    derive = adapter._derive
+
+    def shadowed(base: Any, host: Any) -> type:
+        derived: Any = derive(base, host)
+        ours = derived.forward_mqa
+
+        def forward_mqa(self: Any, q: Any, kv: Any, positions: Any, output: Any) -> None:
+            ours(self, q, kv, positions, output)
+            _compare(self, base, q, kv, positions, output, f"{path}.{host.rank}")
+
+        derived.forward_mqa = forward_mqa
+        made: type = derived
+        return made
+
+    adapter._derive = shadowed
+
+
+def _compare(layer: Any, base: Any, q: Any, kv: Any, positions: Any, output: Any, path: str) -> None:
+    import torch
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    if metadata is None:
+        return
+    window = metadata[layer.swa_cache_layer.prefix]
+    tokens = window.num_decode_tokens + window.num_prefill_tokens
+    expected = torch.zeros_like(output)
+    base.forward_mqa(layer, q, kv, positions, expected)
+    mine, theirs = output[:tokens].float(), expected[:tokens].float()
+    line = {
+        "layer": layer.prefix,
+        "ratio": layer.compress_ratio,
+        "tokens": tokens,
+        "decodes": window.num_decodes,
+        "prefills": window.num_prefills,
+        "longest": int(window.seq_lens.max()),
+        "norm": float(theirs.norm()),
+        "rel_err": float((mine - theirs).norm() / theirs.norm()),
+    }
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")

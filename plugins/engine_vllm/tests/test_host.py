@@ -1,0 +1,100 @@
+"""What ranks agree on: the same selection on each, or one line, and never a rank that waits."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4core.api import ConfigError, DSV4Error
+
+REFERENCE = {"backend": "reference"}
+
+
+@pytest.fixture
+def ranks(vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets this process be rank 0 of two, and the other answer what a test says."""
+
+    def answer(change: Any) -> None:
+        state = import_module("vllm.distributed.parallel_state")
+        group = SimpleNamespace(world_size=2, cpu_group=None)
+        monkeypatch.setattr(state, "get_tp_group", lambda: group)
+        monkeypatch.setattr(state, "get_tensor_model_parallel_world_size", lambda: 2)
+
+        def gather(found: list[Any], own: Any, group: object) -> None:
+            found[:] = [own, change(*own)]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+
+    return answer
+
+
+def make_layer(vllm_config: Any) -> Any:
+    model = import_module("vllm.models.deepseek_v4.cpu.model")
+    return model.make_layer(vllm_config, "model.layers.1.attn")
+
+
+def test_two_ranks_that_agree(ranks: Any, config: Any) -> None:
+    ranks(lambda verdict, summary: (verdict, dict(summary)))
+    host = make_layer(config(REFERENCE))._dsv4_host
+    assert (host.request.num_heads, host.request.tensor_parallel) == (4, 2)
+    assert host.spec(1).num_heads == 4
+
+
+def test_a_rank_that_selects_differently(ranks: Any, config: Any) -> None:
+    ranks(lambda verdict, summary: (verdict, {**summary, "version": "9.9"}))
+    with pytest.raises(ConfigError) as caught:
+        make_layer(config(REFERENCE))
+    text = str(caught.value)
+    assert text.startswith(
+        "Rank 1 of 2 selected {'backend': 'reference', 'distribution': 'dsv4core', 'version': '9.9'"
+    )
+    assert text.endswith("install the same packages everywhere.")
+
+
+def test_a_rank_that_cannot(ranks: Any, config: Any) -> None:
+    ranks(lambda verdict, summary: ("backend=reference cannot run this request: [platform] no.", {}))
+    with pytest.raises(ConfigError) as caught:
+        make_layer(config(REFERENCE))
+    assert str(caught.value) == "Rank 1 of 2: backend=reference cannot run this request: [platform] no."
+
+
+def test_ranks_that_all_cannot(ranks: Any, config: Any) -> None:
+    asked: list[str] = []
+    ranks(lambda verdict, summary: (asked.append(verdict) or verdict, summary))
+    with pytest.raises(ConfigError) as caught:
+        make_layer(config({"backend": "flashmla"}))
+    assert asked == [str(caught.value)]
+    assert "Run `pip install dsv4-plugin-flashmla`" in asked[0]
+
+
+def test_any_failure_of_a_rank_reaches_the_others(
+    ranks: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*arguments: object) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr("dsv4_vllm.host.select", explode)
+    ranks(lambda verdict, summary: (verdict, summary))
+    with pytest.raises(DSV4Error, match="OSError: disk"):
+        make_layer(config(REFERENCE))
+
+
+def test_a_backend_with_work_before_each_replay(
+    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4_vllm.host import Host
+
+    from dsv4core.framework.manager import Backend
+
+    monkeypatch.setattr("dsv4core.framework.checks._capability_reasons", lambda info, request: iter(()))
+    monkeypatch.setattr(Backend, "implements", lambda self, hook: True)
+    with pytest.raises(ConfigError) as caught:
+        Host(config(REFERENCE, model_config__enforce_eager=False))
+    assert str(caught.value) == (
+        "backend=reference has host work before every replay of a graph, and vLLM has no place for it; set "
+        "enforce_eager=True, or choose another backend."
+    )

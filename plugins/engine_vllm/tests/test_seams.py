@@ -1,0 +1,140 @@
+"""Where vLLM makes its layers: ours if asked, its own if not, and never its own in silence."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+from dsv4_vllm.drift import DriftError
+
+from dsv4core.api import ConfigError, DSV4Error
+
+REFERENCE = {"backend": "reference"}
+PLATFORMS = ("cpu", "amd", "nvidia")
+
+
+def make_layer(platform: str, vllm_config: Any) -> Any:
+    return import_module(f"vllm.models.deepseek_v4.{platform}.model").make_layer(
+        vllm_config, "model.layers.0.attn"
+    )
+
+
+def is_ours(layer: Any) -> bool:
+    return hasattr(layer, "_dsv4_host")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_nothing_changes_when_it_is_not_asked_for(vllm: None, config: Any, platform: str) -> None:
+    layer = make_layer(platform, config())
+    assert not is_ours(layer)
+    assert type(layer).__module__.startswith("vllm.models")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_ours_if_asked(vllm: None, config: Any, platform: str) -> None:
+    layer = make_layer(platform, config(REFERENCE))
+    assert is_ours(layer)
+    assert layer._dsv4_host.selection.backend.name == "reference"
+    assert layer._dsv4_host.selection.asked == "reference"
+
+
+def test_a_class_that_is_replaced_still_knows_its_instances(vllm: None, config: Any) -> None:
+    model = import_module("vllm.models.deepseek_v4.amd.model")
+    for vllm_config in (config(), config(REFERENCE)):
+        assert model.is_own(make_layer("amd", vllm_config))
+    assert not model.is_own(make_layer("cpu", config()))
+
+
+def test_layers_of_one_configuration_share_one_selection(vllm: None, config: Any) -> None:
+    vllm_config = config(REFERENCE)
+    first, second = (make_layer("cpu", vllm_config) for _ in range(2))
+    assert type(first) is type(second)
+    assert make_layer("cpu", config(REFERENCE))._dsv4_host is not first._dsv4_host
+
+
+def test_installing_twice_changes_nothing(vllm: None, config: Any) -> None:
+    from dsv4_vllm.seams import SEAMS
+
+    model = import_module("vllm.models.deepseek_v4.cpu.model")
+    before = model.DeepseekV4CPUAttention
+    for name, install in SEAMS.items():
+        install(import_module(name))
+    assert model.DeepseekV4CPUAttention is before
+
+
+def test_a_seam_that_is_missing_is_no_silent_default(vllm: None, config: Any) -> None:
+    sparse = import_module("vllm.models.deepseek_v4.cpu.cpu_sparse")
+    sparse.DeepseekV4CPUAttention(config(), "model.layers.0.attn")
+    with pytest.raises(DriftError) as caught:
+        sparse.DeepseekV4CPUAttention(config(REFERENCE), "model.layers.0.attn")
+    assert str(caught.value) == (
+        "vLLM made a layer of vllm.models.deepseek_v4.cpu.cpu_sparse.DeepseekV4CPUAttention although "
+        'additional_config["dsv4"] asks for dsv4core: dsv4-vllm has no seam there. It serves the CPU, '
+        "CUDA and ROCm models of DeepSeek-V4 in vLLM 0.32; take it out to use vLLM's own."
+    )
+
+
+MISTAKES = [
+    ("reference", 'additional_config["dsv4"]=\'reference\' is no mapping; write {"backend": "NAME"}.'),
+    ({}, 'additional_config["dsv4"]["backend"]=None is no name; write "auto" or one.'),
+    ({"backend": ""}, 'additional_config["dsv4"]["backend"]=\'\' is no name; write "auto" or one.'),
+    ({"backnd": "x"}, "additional_config[\"dsv4\"] has no key 'backnd'; its keys are backend, options."),
+    (
+        {"backend": "reference", "options": [1]},
+        'additional_config["dsv4"]["options"]=[1] is no mapping; write {"NAME": VALUE}.',
+    ),
+    (
+        {"backend": "reference", "options": {"split": 2}},
+        "backend=reference has no option 'split'; it takes none.",
+    ),
+    (
+        {"backend": "auto", "options": {"split": 2}},
+        'additional_config["dsv4"]["options"] belong to a named backend; name it.',
+    ),
+    (
+        {"backend": "flashmla"},
+        "backend=flashmla cannot run this request: [package-missing] Backend 'flashmla' is not installed. "
+        "Run `pip install dsv4-plugin-flashmla`. What could run here, if you name it: reference.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), MISTAKES)
+def test_mistakes_end_in_one_line(vllm: None, config: Any, given: object, text: str) -> None:
+    with pytest.raises(DSV4Error) as caught:
+        make_layer("cpu", config(given))
+    assert str(caught.value) == text
+
+
+def test_a_cache_that_vllm_does_not_write(vllm: None, config: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_layer("cpu", config(REFERENCE, cache_config__cache_dtype="bfloat16"))
+    assert str(caught.value) == (
+        "backend=reference reads bf16 caches, and vLLM writes fp8_ds_mla here; set kv_cache_dtype=fp8, or "
+        "choose another backend."
+    )
+
+
+def test_what_is_asked_of_the_backend(vllm: None, config: Any) -> None:
+    request = make_layer("cpu", config(REFERENCE))._dsv4_host.request
+    assert (request.seam, request.strided_pages, request.private_output) == ("kernel", True, False)
+    assert (request.page_sizes.window, request.page_sizes.context) == (64, 256)
+    assert (request.limits.max_tokens, request.limits.max_requests) == (512, 4)
+    assert (request.num_heads, request.dtype, request.platform) == (8, "bfloat16", "cpu")
+
+
+def test_graphs_are_asked_for_unless_vllm_runs_eagerly(vllm: None, config: Any) -> None:
+    with pytest.raises(DSV4Error, match="needs 'graph'"):
+        make_layer("cpu", config(REFERENCE, model_config__enforce_eager=False))
+
+
+def test_the_choice_is_logged_by_kind(vllm: None, config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vllm.dsv4")
+    make_layer("cpu", config(REFERENCE))
+    assert [text.split(" (")[0] for text in caplog.messages] == [
+        "dsv4: 1 layers of kind swa run on reference",
+        "dsv4: 2 layers of kind c4a run on reference",
+        "dsv4: 1 layers of kind c128a run on reference",
+    ]
+    assert caplog.messages[0].endswith("variant torch: as asked.")
