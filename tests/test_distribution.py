@@ -13,6 +13,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from dsv4core import __version__
 from dsv4core.testing.fakes import FAKE_BACKEND
@@ -83,6 +84,16 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     assert len(configs) == 6
     assert not any(name.startswith(("tests", "benchmarks", "conf/")) for name in names)
     assert "[dsv4core.backends]\nreference = dsv4core.backends.reference" in read(wheel, "entry_points.txt")
+
+
+PLUGINS = sorted((ROOT / "plugins").glob("*/pyproject.toml"))
+
+
+@pytest.mark.parametrize("project", PLUGINS, ids=lambda path: path.parent.name)
+def test_a_plugin_asks_for_this_core(project: Path) -> None:
+    asked = re.search(r'"dsv4core(>=[^"]+)"', project.read_text())
+    assert asked is not None
+    assert SpecifierSet(asked[1]).contains(__version__, prereleases=True)
 
 
 class Venv:

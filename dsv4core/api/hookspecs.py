@@ -84,7 +84,7 @@ def dsv4_init_layer_buffers(
     """Make a layer's own state (scales, recipes, prepared weights), once, when the layer is built.
 
     The result is handed to the hot hooks as `state`. Nothing is written to `weights` or to the host's
-    modules. Weights named in `LayerPlan.consumes` may be freed by the core afterwards.
+    modules. At the kernel seam a host may keep all weights but `attn_sink` and the RoPE table to itself. Weights named in `LayerPlan.consumes` may be freed by the core afterwards.
     """
 
 
@@ -92,16 +92,20 @@ def dsv4_init_layer_buffers(
 def dsv4_init_step_buffers(
     request: Request, kind: LayerKind, plan: LayerPlan, device: torch.device, options: BackendOptions
 ) -> Any:
-    """Make the buffers that all layers of one kind share within a step, once per kind.
+    """Make the buffers that all layers of one kind share within a step.
 
-    They are allocated for `request.limits` and keep their addresses and strides, so that a captured graph
+    Once per kind, or more often where a host keeps the caches of a kind in several groups with block tables of
+    their own, as vLLM does: each group then has a state and plans its steps. They are allocated for `request.limits` and keep their addresses and strides, so that a captured graph
     stays valid. The result is handed on as `kind_state`.
     """
 
 
 @hookspec(firstresult=True)
 def dsv4_prepare_step(kind_state: Any, step: Step) -> None:
-    """Host work before every run or replay of a step (optional). Never captured."""
+    """Host work before every run or replay of a step (optional). Never captured.
+
+    A host that has no place before a replay refuses the backend where it captures graphs.
+    """
 
 
 @hookspec(firstresult=True)

@@ -54,7 +54,8 @@ class Step:
         window: Table of the window caches.
         compressed: Table of compressed and index caches by layer kind's name.
         state: Table of compressor-state caches by layer kind's name. Rows of this step's own tokens come from
-            the projections; the pool holds those that earlier steps left.
+            the projections; the pool holds those that earlier steps left. Empty at the kernel seam, where
+            `compressed` may hold the planned kind only.
         limits: The limits that buffers were made for.
         host_lengths: Lengths on the host, None where the host has none.
     """
