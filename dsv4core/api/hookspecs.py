@@ -84,7 +84,8 @@ def dsv4_init_layer_buffers(
     """Make a layer's own state (scales, recipes, prepared weights), once, when the layer is built.
 
     The result is handed to the hot hooks as `state`. Nothing is written to `weights` or to the host's
-    modules. At the kernel seam a host may keep all weights but `attn_sink` and the RoPE table to itself. Weights named in `LayerPlan.consumes` may be freed by the core afterwards.
+    modules. Weights named in `LayerPlan.consumes` may be freed by the core afterwards. At the kernel seam a
+    host may keep all weights but `attn_sink` and the RoPE table to itself.
     """
 
 
@@ -94,9 +95,10 @@ def dsv4_init_step_buffers(
 ) -> Any:
     """Make the buffers that all layers of one kind share within a step.
 
-    Once per kind, or more often where a host keeps the caches of a kind in several groups with block tables of
-    their own, as vLLM does: each group then has a state and plans its steps. They are allocated for `request.limits` and keep their addresses and strides, so that a captured graph
-    stays valid. The result is handed on as `kind_state`.
+    They are allocated for `request.limits` and keep their addresses and strides, so that a captured graph
+    stays valid. The result is handed on as `kind_state`. Once per kind, or more often where a host keeps the
+    caches of a kind in several groups with block tables of their own, as vLLM does: each group then has a
+    state and plans its steps.
     """
 
 
