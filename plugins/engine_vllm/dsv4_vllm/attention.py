@@ -46,7 +46,8 @@ def _derive(base: Any, host: Host) -> type:
             from vllm.forward_context import get_forward_context
 
             layer = self._bind()
-            metadata = get_forward_context().attn_metadata
+            context = get_forward_context()
+            metadata = context.attn_metadata
             if metadata is None:  # vLLM measures memory: what a step will take has to be taken now
                 torch.empty(layer.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
                 output.zero_()
@@ -55,7 +56,7 @@ def _derive(base: Any, host: Host) -> type:
                 raise DSV4Error("dsv4core does not serve dual batch overlap; leave --enable-dbo out.")
             host.report_weights()
             window, main = metadata[self.swa_cache_layer.prefix], metadata.get(self.prefix)
-            step, kind = step_of(host, layer.spec.kind, window, main, positions)
+            step, kind = step_of(host, layer.spec.kind, window, main, positions, context)
             tokens, heads = step.num_tokens, layer.spec.num_heads
             selected = self.topk_indices_buffer[:tokens] if layer.spec.kind.select == "top_k" else None
             out = output[:tokens]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ MEMORY = "_dsv4_steps"
 
 
 def step_of(
-    host: Host, kind: LayerKind, window: Any, main: Any | None, positions: torch.Tensor
+    host: Host, kind: LayerKind, window: Any, main: Any | None, positions: torch.Tensor, context: Any
 ) -> tuple[Step, BoundKind]:
     """This step as layers of `kind` see it, with their state, which is planned at the first of them.
 
@@ -26,18 +25,18 @@ def step_of(
         window: vLLM's `DeepseekSparseSWAMetadata` of the layer's window cache.
         main: vLLM's `DeepseekV4FlashMLAMetadata` of its compressed cache, None without one.
         positions: `[tokens]` int64, padding of the batch included.
+        context: vLLM's forward context. It is new in every step, and metadata need not be: drafts change it.
     """
-    # vLLM makes new metadata for each step and shares it between the layers of a group of block tables.
-    memory = window.__dict__.setdefault(MEMORY, defaultdict(dict))
-    known = memory[kind.name]
-    if id(main) not in known:
+    memory = context.__dict__.setdefault(MEMORY, {})
+    key = (kind.name, id(window), id(main))
+    if key not in memory:
         step = _translate(kind, window, main, positions, host)
         tables = (step.window, *step.compressed.values())
         bound = host.kind(kind, tuple(table.block_table.data_ptr() for table in tables))
         bound.prepare_step(step)
         bound.plan_step(step)
-        known[id(main)] = (step, bound)
-    found: tuple[Step, BoundKind] = known[id(main)]
+        memory[key] = (step, bound)
+    found: tuple[Step, BoundKind] = memory[key]
     return found
 
 

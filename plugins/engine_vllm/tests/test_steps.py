@@ -112,7 +112,7 @@ def layers(vllm: None, config: Any) -> dict[int, Any]:
 
 
 def test_every_recorded_step(layers: dict[int, Any]) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
     for index, number in CASES:
         line, layer = STEPS[index][number], layers[index]
@@ -123,7 +123,7 @@ def test_every_recorded_step(layers: dict[int, Any]) -> None:
         if line["main"] is not None:
             pools.append((Pool(line["main"], layout.compressed, entries), entries))
             layer.compressor, layer.kv_cache = object(), pools[1][0].tensor
-        context.attn_metadata = metadata(line)
+        set_forward_context(metadata(line))
         positions = tensor(line["positions"], torch.int64)
         for token, chosen in enumerate(line.get("topk", ())):
             layer.topk_indices_buffer[token] = -1
@@ -174,7 +174,7 @@ def metadata(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_layers_of_a_kind_plan_a_step_once(layers: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
     from dsv4core.backends.reference_layer import ReferenceStep
 
@@ -187,30 +187,36 @@ def test_layers_of_a_kind_plan_a_step_once(layers: dict[int, Any], monkeypatch: 
 
     monkeypatch.setattr(ReferenceStep, "plan", counting)
     line = next(line for line in STEPS[1] if line["window"]["num_prefills"] == 0)
-    shared = metadata(line)
+    of_layer_1 = metadata(line)
+    both = of_layer_1 | {name.replace(".1.", ".3."): found for name, found in of_layer_1.items()}
     layout = layers[1]._dsv4_host.selection.layout
     windows, entries = expectation(line)
     window = Pool(line["window"], layout.window, windows)
     main = Pool(line["main"], layout.compressed, entries)
-    for index in (1, 3):
+    q = torch.zeros(line["q"], dtype=torch.bfloat16)
+
+    def forward(index: int) -> None:
         layer = layers[index]
         layer.swa_cache_layer.kv_cache, layer.compressor, layer.kv_cache = (
             window.tensor,
             object(),
             main.tensor,
         )
-        prefix = layer.prefix
-        window_metadata, main_metadata = shared.values()
-        context.attn_metadata = {f"{prefix}.swa_cache": window_metadata, prefix: main_metadata}
-        q = torch.zeros(line["q"], dtype=torch.bfloat16)
-        layer.forward_mqa(q, torch.empty(0), tensor(line["positions"], torch.int64), torch.empty_like(q))
+        layer.forward_mqa(q, q, tensor(line["positions"], torch.int64), torch.empty_like(q))
+
+    set_forward_context(both)
+    forward(1)
+    forward(3)
     assert planned == ["c4a"]
+    set_forward_context(both)  # the next step of a draft: the same metadata with other values
+    forward(1)
+    assert planned == ["c4a", "c4a"]
 
 
 def test_the_profile_run_takes_the_workspace(layers: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
-    context.attn_metadata = None
+    set_forward_context(None)
     q = torch.ones(4, 8, 512, dtype=torch.bfloat16)
     output = torch.full_like(q, torch.nan)
     taken: list[int] = []
@@ -229,18 +235,18 @@ def test_prepared_weights_are_reported_once(layers: dict[int, Any], caplog: pyte
 
 
 def test_dual_batch_overlap_is_refused(layers: dict[int, Any]) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
     from dsv4core.api import DSV4Error
 
-    context.attn_metadata = [{}, {}]
+    set_forward_context([{}, {}])
     q = torch.ones(4, 8, 512, dtype=torch.bfloat16)
     with pytest.raises(DSV4Error, match="dual batch overlap; leave --enable-dbo out"):
         layers[0].forward_mqa(q, q, torch.arange(4), q)
 
 
 def test_block_tables_that_move_are_refused(layers: dict[int, Any]) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
     from dsv4core.api import DSV4Error
 
@@ -253,8 +259,9 @@ def test_block_tables_that_move_are_refused(layers: dict[int, Any]) -> None:
     q = torch.ones(line["q"], dtype=torch.bfloat16)
 
     def step() -> None:
-        context.attn_metadata = metadata(line)
-        kept.append(context.attn_metadata["model.layers.0.attn.swa_cache"])
+        found = metadata(line)
+        set_forward_context(found)
+        kept.append(found["model.layers.0.attn.swa_cache"])
         kept[-1].block_table = kept[-1].block_table.clone()
         layers[0].forward_mqa(q, q, tensor(line["positions"], torch.int64), q)
 
@@ -265,26 +272,28 @@ def test_block_tables_that_move_are_refused(layers: dict[int, Any]) -> None:
 
 
 def test_images_are_refused(layers: dict[int, Any]) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
     from dsv4core.api import DSV4Error
 
     line = STEPS[0][0]
-    context.attn_metadata = metadata(line)
-    context.attn_metadata["model.layers.0.attn.swa_cache"].prefill_left_visible = torch.zeros(1)
+    found = metadata(line)
+    found["model.layers.0.attn.swa_cache"].prefill_left_visible = torch.zeros(1)
+    set_forward_context(found)
     q = torch.ones(line["q"], dtype=torch.bfloat16)
     with pytest.raises(DSV4Error, match="does not serve images"):
         layers[0].forward_mqa(q, q, tensor(line["positions"], torch.int64), q)
 
 
 def test_pages_of_another_size_are_refused(layers: dict[int, Any]) -> None:
-    from vllm.forward_context import context
+    from vllm.forward_context import set_forward_context
 
     from dsv4core.api import ConfigError
 
     line = STEPS[1][0]
-    context.attn_metadata = metadata(line)
-    context.attn_metadata[line["prefix"]].block_size = 512
+    found = metadata(line)
+    found[line["prefix"]].block_size = 512
+    set_forward_context(found)
     q = torch.ones(line["q"], dtype=torch.bfloat16)
     with pytest.raises(ConfigError) as caught:
         layers[1].forward_mqa(q, q, tensor(line["positions"], torch.int64), q)

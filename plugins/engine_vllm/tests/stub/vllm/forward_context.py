@@ -2,9 +2,15 @@
 
 from types import SimpleNamespace
 
-context = SimpleNamespace(attn_metadata=None)
+_current = None
+
+
+def set_forward_context(attn_metadata):
+    """Begin a forward pass."""
+    global _current
+    _current = SimpleNamespace(attn_metadata=attn_metadata)
 
 
 def get_forward_context():
     """The current context."""
-    return context
+    return _current
