@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 
+from dsv4_vllm import drift
 from dsv4_vllm.host import Host
 from dsv4_vllm.steps import cache_of, step_of
-from dsv4core.api import DSV4Error, LayerCaches
+from dsv4core.api import LayerCaches
 from dsv4core.framework.binding import BoundLayer
+from dsv4core.model.rope import rotate_back
+
+ROTATES_BACK = "_wo_a_fp8_weight"
+"""ROCm's layers have it, and where it is None their `forward_mqa` rotates the output back, not `_o_proj`."""
 
 _hosts: dict[int, tuple[Any, Host, dict[type, type]]] = {}
 
@@ -22,7 +27,7 @@ def attention_class(base: type, vllm_config: Any) -> type:
     """
     if id(vllm_config) not in _hosts:
         # The configuration is kept, so that its id stays its own.
-        _hosts[id(vllm_config)] = (vllm_config, Host(vllm_config), {})
+        _hosts[id(vllm_config)] = (vllm_config, Host(vllm_config, base), {})
     _, host, classes = _hosts[id(vllm_config)]
     if base not in classes:
         classes[base] = _derive(base, host)
@@ -38,7 +43,7 @@ def _derive(base: Any, host: Host) -> type:
 
         @classmethod
         def get_padded_num_q_heads(cls, num_heads: int) -> int:
-            return host.padded_heads
+            return host.choice.padded_heads
 
         def forward_mqa(
             self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
@@ -49,11 +54,10 @@ def _derive(base: Any, host: Host) -> type:
             context = get_forward_context()
             metadata = context.attn_metadata
             if metadata is None:  # vLLM measures memory: what a step will take has to be taken now
+                host.reserve(layer.spec.kind)
                 torch.empty(layer.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
                 output.zero_()
                 return
-            if not isinstance(metadata, dict):
-                raise DSV4Error("dsv4core does not serve dual batch overlap; leave --enable-dbo out.")
             host.report_weights()
             window, main = metadata[self.swa_cache_layer.prefix], metadata.get(self.prefix)
             step, kind = step_of(host, layer.spec.kind, window, main, positions, context)
@@ -65,11 +69,16 @@ def _derive(base: Any, host: Host) -> type:
             )
             if result.data.data_ptr() != out.data_ptr():
                 out[:, :heads].copy_(result.data[:, :heads])
+            if getattr(self, ROTATES_BACK, True) is None:
+                rotated = rotate_back(out[:, :heads].float(), step.positions, self._rope)
+                out[:, :heads].copy_(rotated)
 
         def _bind(self) -> BoundLayer:
             if self._bound is None:
                 from vllm.model_executor.models.utils import extract_layer_index
 
+                drift.check_layer(self)
+                self._rope = self.rotary_emb.cos_sin_cache.float()
                 index = extract_layer_index(self.prefix)
                 self._bound = host.bind(index, self.attn_sink.data, self.rotary_emb.cos_sin_cache)
             return self._bound

@@ -48,6 +48,8 @@ COMMON = (
     Touched("vllm.forward_context", "get_forward_context", ()),
     Touched("vllm.model_executor.models.utils", "extract_layer_index", ("layer_name", "num_attn_module")),
     Touched("vllm.distributed.parallel_state", "get_tp_group", ()),
+    Touched("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank", ()),
+    Touched("vllm.distributed.parallel_state", "get_tensor_model_parallel_world_size", ()),
     Touched(
         "vllm.v1.attention.backends.mla.sparse_swa",
         "DeepseekSparseSWAMetadata",
@@ -76,6 +78,17 @@ CUDA = (
     Touched("vllm.models.deepseek_v4.nvidia.flashmla", "DeepseekV4FlashMLAAttention.forward_mqa", _FORWARD),
 )
 
+ATTRIBUTES = (
+    "prefix",
+    "attn_sink",
+    "rotary_emb",
+    "topk_indices_buffer",
+    "swa_cache_layer",
+    "compressor",
+    "kv_cache",
+)
+"""What is read of a layer."""
+
 Found = Callable[[Touched], "tuple[str, ...] | None"]
 
 
@@ -96,6 +109,20 @@ def check(touched: tuple[Touched, ...], found: Found | None = None) -> None:
         raise DriftError(
             f"dsv4-vllm was made for {SERVED}, and in this one {'; '.join(moved)}. Install {SERVED}, a "
             'dsv4-vllm for your version, or take "dsv4" out of additional_config.'
+        )
+
+
+def check_layer(layer: object) -> None:
+    """Check that a layer has what is read of it.
+
+    Raises:
+        DriftError: Something is gone.
+    """
+    gone = [name for name in ATTRIBUTES if not hasattr(layer, name)]
+    if gone:
+        raise DriftError(
+            f"dsv4-vllm was made for {SERVED}, and in this one a layer of DeepSeek-V4 has no "
+            f"{', '.join(gone)}. Install {SERVED}, or a dsv4-vllm for your version."
         )
 
 

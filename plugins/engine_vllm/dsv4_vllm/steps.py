@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4_vllm.host import Host
-from dsv4core.api import CacheTable, DSV4Error, KVCacheFormat, LayerKind, Step
+from dsv4core.api import CacheTable, KVCacheFormat, LayerKind, Step
 from dsv4core.framework.binding import BoundKind
 from dsv4core.kvcache import KVCache
 
@@ -42,10 +42,6 @@ def step_of(
 
 def _translate(kind: LayerKind, window: Any, main: Any | None, positions: torch.Tensor, host: Host) -> Step:
     tokens = window.num_decode_tokens + window.num_prefill_tokens
-    if getattr(window, "prefill_left_visible", None) is not None:
-        raise DSV4Error(
-            "dsv4core does not serve images, whose tokens see each other both ways; send text only."
-        )
     host.check_pages(window.block_size, None if main is None else main.block_size)
     compressed = {}
     if kind.ratio is not None and main is not None:

@@ -43,6 +43,22 @@ def forget() -> None:
         del sys.modules[name]
 
 
+class GraphMode:
+    """As vLLM's enumeration: what decode steps and what mixed steps are captured as."""
+
+    def __init__(self, decode: str, mixed: str) -> None:
+        self.decode, self.mixed = decode, mixed
+
+    def decode_mode(self) -> str:
+        return self.decode
+
+    def mixed_mode(self) -> str:
+        return self.mixed
+
+    def has_full_cudagraphs(self) -> bool:
+        return "FULL" in (self.decode, self.mixed)
+
+
 class Config(SimpleNamespace):
     """A model's configuration as transformers holds it."""
 
@@ -61,14 +77,16 @@ def config() -> Any:
             model_config=SimpleNamespace(
                 hf_config=Config(**CONFIG), max_model_len=4096, dtype=torch.bfloat16, enforce_eager=True
             ),
-            cache_config=SimpleNamespace(cache_dtype="fp8", block_size=256),
+            # As on a GPU: 256 is set after the layers are made.
+            cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16, user_specified_block_size=False),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=4),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1, use_ubatching=False),
+            compilation_config=SimpleNamespace(cudagraph_mode=GraphMode("NONE", "NONE")),
             speculative_config=None,
         )
         for path, value in changes.items():
-            group, _, name = path.partition("__")
-            setattr(getattr(made, group), name, value)
+            group, _, name = path.rpartition("__")
+            setattr(getattr(made, group) if group else made, name, value)
         return made
 
     return make

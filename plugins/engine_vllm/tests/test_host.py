@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import GraphMode
 
 from dsv4core.api import ConfigError, DSV4Error
 
@@ -77,24 +78,31 @@ def test_any_failure_of_a_rank_reaches_the_others(
     def explode(*arguments: object) -> None:
         raise OSError("disk")
 
-    monkeypatch.setattr("dsv4_vllm.host.select", explode)
+    monkeypatch.setattr("dsv4_vllm.choice.select", explode)
     ranks(lambda verdict, summary: (verdict, summary))
     with pytest.raises(DSV4Error, match="OSError: disk"):
+        make_layer(config(REFERENCE))
+
+
+def test_a_rank_that_fails_before_it_selects_reaches_the_others(
+    ranks: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4_vllm.choice.machine_of", lambda device: 1 / 0)
+    ranks(lambda verdict, summary: (verdict, summary))
+    with pytest.raises(DSV4Error, match="ZeroDivisionError"):
         make_layer(config(REFERENCE))
 
 
 def test_a_backend_with_work_before_each_replay(
     vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsv4_vllm.host import Host
-
     from dsv4core.framework.manager import Backend
 
     monkeypatch.setattr("dsv4core.framework.checks._capability_reasons", lambda info, request: iter(()))
     monkeypatch.setattr(Backend, "implements", lambda self, hook: True)
     with pytest.raises(ConfigError) as caught:
-        Host(config(REFERENCE, model_config__enforce_eager=False))
+        make_layer(config(REFERENCE, compilation_config__cudagraph_mode=GraphMode("FULL", "NONE")))
     assert str(caught.value) == (
         "backend=reference has host work before every replay of a graph, and vLLM has no place for it; set "
-        "enforce_eager=True, or choose another backend."
+        "enforce_eager=True, or choose another one."
     )

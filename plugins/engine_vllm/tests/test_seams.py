@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
+from conftest import GraphMode
 from dsv4_vllm.drift import DriftError
 
-from dsv4core.api import ConfigError, DSV4Error
+from dsv4core.api import ConfigError, DSV4Error, OutputSpec
 
 REFERENCE = {"backend": "reference"}
 PLATFORMS = ("cpu", "amd", "nvidia")
@@ -124,9 +126,88 @@ def test_what_is_asked_of_the_backend(vllm: None, config: Any) -> None:
     assert (request.num_heads, request.dtype, request.platform) == (8, "bfloat16", "cpu")
 
 
-def test_graphs_are_asked_for_unless_vllm_runs_eagerly(vllm: None, config: Any) -> None:
+def test_graphs_are_asked_for_where_vllm_captures_whole_steps(vllm: None, config: Any) -> None:
+    piecewise = config(REFERENCE, compilation_config__cudagraph_mode=GraphMode("PIECEWISE", "PIECEWISE"))
+    assert is_ours(make_layer("cpu", piecewise))
     with pytest.raises(DSV4Error, match="needs 'graph'"):
-        make_layer("cpu", config(REFERENCE, model_config__enforce_eager=False))
+        make_layer("cpu", config(REFERENCE, compilation_config__cudagraph_mode=GraphMode("FULL", "NONE")))
+
+
+NOT_SERVED = [
+    (
+        {"speculative_config": object()},
+        "dsv4-vllm does not serve speculative decoding yet; leave speculative_config out.",
+    ),
+    (
+        {"parallel_config__use_ubatching": True},
+        "dsv4-vllm does not serve dual batch overlap; leave enable_dbo out.",
+    ),
+    (
+        {"compilation_config__cudagraph_mode": GraphMode("FULL", "FULL")},
+        "cudagraph_mode=FULL captures prefills as if they were decodes, and backends plan those differently; "
+        "set FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), NOT_SERVED)
+def test_what_is_not_served_is_told_at_the_start(
+    vllm: None, config: Any, changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_layer("nvidia", config(REFERENCE, **changes))
+    assert str(caught.value) == text
+
+
+def test_images_are_not_served(vllm: None, config: Any) -> None:
+    vllm_config = config(REFERENCE)
+    vllm_config.model_config.hf_config.vision_n_layers = 2
+    with pytest.raises(ConfigError) as caught:
+        make_layer("nvidia", vllm_config)
+    assert str(caught.value) == "dsv4-vllm does not serve images, whose tokens see each other both ways."
+
+
+def test_a_class_that_writes_plain_rows_is_refused(
+    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flashmla = import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+    monkeypatch.setattr(flashmla.DeepseekV4FlashMLAAttention, "use_fp8_ds_mla_layout", False)
+    with pytest.raises(ConfigError) as caught:
+        make_layer("nvidia", config(REFERENCE))
+    assert str(caught.value) == (
+        "vLLM chose DeepseekV4FlashMLAAttention, which writes plain rows, and dsv4-vllm hands over packed "
+        "pages; set attention_config.backend to FLASHMLA_SPARSE_DSV4."
+    )
+
+
+PLANS = [("q_dtype", "float8_e4m3fn"), ("output", OutputSpec(inverse_rotated=True))]
+
+
+@pytest.mark.parametrize(("field", "value"), PLANS)
+def test_plans_that_vllm_cannot_follow(
+    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    from dsv4_vllm import choice
+
+    def select(*arguments: Any) -> Any:
+        selection = original(*arguments)
+        changed: dict[str, Any] = {field: value}
+        plans = {name: replace(plan, **changed) for name, plan in selection.plans.items()}
+        return replace(selection, plans=plans)
+
+    original = choice.select
+    monkeypatch.setattr(choice, "select", select)
+    with pytest.raises(ConfigError) as caught:
+        make_layer("cpu", config(REFERENCE))
+    assert str(caught.value) == (
+        "backend=reference wants q of another dtype than bfloat16, or rotates its output back as vLLM does; "
+        "choose another one."
+    )
+
+
+def test_the_users_block_size_is_taken(vllm: None, config: Any) -> None:
+    own = config(REFERENCE, cache_config__block_size=512, cache_config__user_specified_block_size=True)
+    assert make_layer("cpu", own)._dsv4_host.request.page_sizes.context == 512
 
 
 def test_the_choice_is_logged_by_kind(vllm: None, config: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,22 +227,43 @@ def test_the_profile_run_takes_the_workspace(layers: dict[int, Any], monkeypatch
     assert not output.any()
 
 
-def test_prepared_weights_are_reported_once(layers: dict[int, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_prepared_weights_are_reported(layers: dict[int, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="vllm.dsv4")
     test_every_recorded_step(layers)
     reports = [text for text in caplog.messages if "prepared" in text]
-    assert reports[0] == "dsv4: 1 layers built; the backend prepared 0 bytes of weights."
+    assert reports == ["dsv4: 1 layers built; the backend prepared 0 bytes of weights."] * len(STEPS)
 
 
-def test_dual_batch_overlap_is_refused(layers: dict[int, Any]) -> None:
+def test_roc_ms_output_is_rotated_back_where_its_projection_does_not(layers: dict[int, Any]) -> None:
     from vllm.forward_context import set_forward_context
 
-    from dsv4core.api import DSV4Error
+    from dsv4core.model.rope import rope_table, rotate_back
 
-    set_forward_context([{}, {}])
-    q = torch.ones(4, 8, 512, dtype=torch.bfloat16)
-    with pytest.raises(DSV4Error, match="dual batch overlap; leave --enable-dbo out"):
-        layers[0].forward_mqa(q, q, torch.arange(4), q)
+    line = next(line for line in STEPS[0] if line["window"]["num_prefills"] == 0)
+    layer = layers[0]
+    windows, _ = expectation(line)
+    layer.swa_cache_layer.kv_cache = Pool(
+        line["window"], layer._dsv4_host.selection.layout.window, windows
+    ).tensor
+    layer.rotary_emb.cos_sin_cache = rope_table(layer._dsv4_host.choice.shape.rope, 64, 4096)
+    q, positions = torch.randn(line["q"]).bfloat16(), tensor(line["positions"], torch.int64)
+    outputs = []
+    for weight in ("there", None):
+        layer._wo_a_fp8_weight = weight
+        set_forward_context(metadata(line))
+        outputs.append(torch.empty_like(q))
+        layer.forward_mqa(q, q, positions, outputs[-1])
+    expected = rotate_back(outputs[0].float(), positions, layer.rotary_emb.cos_sin_cache)
+    torch.testing.assert_close(outputs[1].float(), expected, atol=2e-2, rtol=2e-2)
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_a_layer_that_lost_an_attribute_is_refused(layers: dict[int, Any]) -> None:
+    from dsv4_vllm.drift import DriftError
+
+    del layers[0].kv_cache
+    with pytest.raises(DriftError, match=r"a layer of DeepSeek-V4 has no kv_cache\. Install vLLM 0\.32"):
+        layers[0].forward_mqa(None, None, None, None)
 
 
 def test_block_tables_that_move_are_refused(layers: dict[int, Any]) -> None:
@@ -269,20 +290,6 @@ def test_block_tables_that_move_are_refused(layers: dict[int, Any]) -> None:
         step()
     with pytest.raises(DSV4Error, match="block tables for layers of kind swa move between steps"):
         step()
-
-
-def test_images_are_refused(layers: dict[int, Any]) -> None:
-    from vllm.forward_context import set_forward_context
-
-    from dsv4core.api import DSV4Error
-
-    line = STEPS[0][0]
-    found = metadata(line)
-    found["model.layers.0.attn.swa_cache"].prefill_left_visible = torch.zeros(1)
-    set_forward_context(found)
-    q = torch.ones(line["q"], dtype=torch.bfloat16)
-    with pytest.raises(DSV4Error, match="does not serve images"):
-        layers[0].forward_mqa(q, q, tensor(line["positions"], torch.int64), q)
 
 
 def test_pages_of_another_size_are_refused(layers: dict[int, Any]) -> None:

@@ -8,6 +8,8 @@ import torch
 class DeepseekV4Attention:
     """What dsv4-vllm reads of a layer."""
 
+    use_fp8_ds_mla_layout = True
+
     def __init__(self, vllm_config, prefix, topk_indices_buffer=None, aux_stream_list=None):
         config = vllm_config.model_config.hf_config
         self.prefix = prefix
