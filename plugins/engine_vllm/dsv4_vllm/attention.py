@@ -73,14 +73,21 @@ def _derive(base: Any, host: Host) -> type:
                 rotated = rotate_back(out[:, :heads].float(), step.positions, self._rope)
                 out[:, :heads].copy_(rotated)
 
+        def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+            """Prepare the backend's weights when vLLM prepares its own."""
+            prepare = getattr(super(), "process_weights_after_loading", None)
+            if prepare is not None:
+                prepare(act_dtype)
+            self._bind()
+
         def _bind(self) -> BoundLayer:
             if self._bound is None:
                 from vllm.model_executor.models.utils import extract_layer_index
 
                 drift.check_layer(self)
-                self._rope = self.rotary_emb.cos_sin_cache.float()
+                self._rope = host.rope(self.rotary_emb.cos_sin_cache)
                 index = extract_layer_index(self.prefix)
-                self._bound = host.bind(index, self.attn_sink.data, self.rotary_emb.cos_sin_cache)
+                self._bound = host.bind(index, self.attn_sink.data, self._rope)
             return self._bound
 
         def _caches(self) -> LayerCaches:

@@ -34,17 +34,20 @@ class Host:
         """Layer `index` on this rank."""
         return layer_spec(self.choice.shape, index, self.choice.rank, self.request.tensor_parallel)
 
+    def rope(self, table: torch.Tensor) -> torch.Tensor:
+        """A table of cosines and sines in fp32. Layers share vLLM's tables, and so they do its copies."""
+        return self._rope.setdefault(table.data_ptr(), table.float())
+
     def bind(self, index: int, sink: torch.Tensor, rope: torch.Tensor) -> BoundLayer:
         """Build the state of layer `index`; vLLM keeps all weights but these.
 
         Args:
             index: Layer number.
             sink: `[padded heads]` fp32, this rank's.
-            rope: `[positions, rope_dim]`, cosines and sines; layers share it, and so do our fp32 copies.
+            rope: `[positions, rope_dim]` fp32, as `rope` gives it.
         """
         spec = self.spec(index)
-        table = self._rope.setdefault(rope.data_ptr(), rope.float())
-        weights = LayerWeights({"attn_sink": Weight(sink[: spec.num_heads])}, table)
+        weights = LayerWeights({"attn_sink": Weight(sink[: spec.num_heads])}, rope)
         self._bound.append(bind_layer(self.selection, spec, weights, self.choice.device))
         return self._bound[-1]
 

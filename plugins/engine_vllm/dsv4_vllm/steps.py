@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4_vllm.host import Host
-from dsv4core.api import CacheTable, KVCacheFormat, LayerKind, Step
+from dsv4core.api import CacheTable, ConfigError, KVCacheFormat, LayerKind, Step
 from dsv4core.framework.binding import BoundKind
 from dsv4core.kvcache import KVCache
 
@@ -68,7 +68,15 @@ def cache_of(tensor: torch.Tensor, format: KVCacheFormat) -> KVCache:
         tensor: `[pages, rows, bytes]` uint8; pages lie further apart than their rows take, because pages are
             aligned and several layers share an allocation.
         format: The packed format.
+
+    Raises:
+        ConfigError: It is not in that format.
     """
-    pages, rows = tensor.shape[:2]
+    pages, rows, width = tensor.shape
+    if tensor.dtype != torch.uint8 or width != format.row_width:
+        raise ConfigError(
+            f"vLLM's cache has rows of {width} {str(tensor.dtype).removeprefix('torch.')}, and {format.name} "
+            f"has {format.row_width} bytes; set kv_cache_dtype=fp8."
+        )
     pool = tensor.as_strided((pages, rows, format.row_width), (tensor.stride(0), format.row_width, 1))
     return KVCache(pool, format)

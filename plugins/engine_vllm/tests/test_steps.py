@@ -229,9 +229,12 @@ def test_the_profile_run_takes_the_workspace(layers: dict[int, Any], monkeypatch
 
 def test_prepared_weights_are_reported(layers: dict[int, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="vllm.dsv4")
-    test_every_recorded_step(layers)
+    for layer in layers.values():
+        layer.process_weights_after_loading(torch.bfloat16)
+    for _ in range(2):
+        layers[0]._dsv4_host.report_weights()
     reports = [text for text in caplog.messages if "prepared" in text]
-    assert reports == ["dsv4: 1 layers built; the backend prepared 0 bytes of weights."] * len(STEPS)
+    assert reports == [f"dsv4: {len(STEPS)} layers built; the backend prepared 0 bytes of weights."]
 
 
 def test_roc_ms_output_is_rotated_back_where_its_projection_does_not(layers: dict[int, Any]) -> None:
@@ -290,6 +293,32 @@ def test_block_tables_that_move_are_refused(layers: dict[int, Any]) -> None:
         step()
     with pytest.raises(DSV4Error, match="block tables for layers of kind swa move between steps"):
         step()
+
+
+def test_a_cache_of_plain_rows_is_refused(layers: dict[int, Any]) -> None:
+    from vllm.forward_context import set_forward_context
+
+    from dsv4core.api import ConfigError
+
+    line = STEPS[0][0]
+    set_forward_context(metadata(line))
+    layers[0].swa_cache_layer.kv_cache = torch.zeros(4, 64, 512, dtype=torch.float8_e4m3fn)
+    q = torch.ones(line["q"], dtype=torch.bfloat16)
+    with pytest.raises(ConfigError) as caught:
+        layers[0].forward_mqa(q, q, tensor(line["positions"], torch.int64), q)
+    assert str(caught.value) == (
+        "vLLM's cache has rows of 512 float8_e4m3fn, and fp8_ds_mla has 584 bytes; set kv_cache_dtype=fp8."
+    )
+
+
+def test_weights_are_prepared_when_vllm_prepares_its_own(layers: dict[int, Any]) -> None:
+    layer = layers[0]
+    assert layer._bound is None
+    layer.process_weights_after_loading(torch.bfloat16)
+    bound = layer._bound
+    assert bound is not None
+    layer.process_weights_after_loading(torch.bfloat16)
+    assert layer._bound is bound
 
 
 def test_pages_of_another_size_are_refused(layers: dict[int, Any]) -> None:

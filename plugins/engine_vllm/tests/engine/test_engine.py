@@ -65,6 +65,13 @@ def layer_errors(path: Path, ranks: int) -> dict[int, float]:
     return dict(worst)
 
 
+def batches(path: Path) -> set[tuple[bool, bool]]:
+    """Whether a step had decodes, and prefills: all combinations that occurred."""
+    lines = [json.loads(line) for line in Path(f"{path}.0").read_text().splitlines()]
+    assert max(line["tokens"] for line in lines) <= 512, "no chunk of a prompt is longer"
+    return {(line["decodes"] > 0, line["prefills"] > 0) for line in lines}
+
+
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_beside_vllms_own_attention(checkpoint: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     shadow = tmp_path / "shadow"
@@ -75,12 +82,20 @@ def test_beside_vllms_own_attention(checkpoint: Path, tmp_path: Path, words: tup
     speeds = f"{ours['tokens_per_second']:.1f} and compared, {own['tokens_per_second']:.1f} without us"
     print(f"tokens/s: {speeds}")
     assert set(errors) == {1, 4, 128}
+    assert batches(shadow) == {(False, True), (True, True), (True, False)}, (
+        "chunks and mixed batches did not occur"
+    )
     assert max(errors.values()) <= LAYER_OUTPUT["fp8_ds_mla"]
     if "--prefix-caching" in words:
         assert max(ours["cached"]) >= 256
     for made, expected, margins in zip(ours["tokens"], own["tokens"], own["margins"], strict=True):
         split = next(
             (n for n, pair in enumerate(zip(made, expected, strict=True)) if pair[0] != pair[1]), None
+        )
+        print(
+            f"tokens equal: {len(made)}"
+            if split is None
+            else f"tokens equal: {split}, margin {margins[split]:.3f}"
         )
         assert split is None or margins[split] <= MARGIN, (made, expected, margins)
 
