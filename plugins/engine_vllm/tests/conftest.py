@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_mode import GraphMode
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "engine"))  # the job's checkpoint: its configuration is that of the recordings
@@ -41,22 +42,6 @@ def forget() -> None:
     """Let vLLM be imported anew."""
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
-
-
-class GraphMode:
-    """As vLLM's enumeration: what decode steps and what mixed steps are captured as."""
-
-    def __init__(self, decode: str, mixed: str) -> None:
-        self.decode, self.mixed = decode, mixed
-
-    def decode_mode(self) -> str:
-        return self.decode
-
-    def mixed_mode(self) -> str:
-        return self.mixed
-
-    def has_full_cudagraphs(self) -> bool:
-        return "FULL" in (self.decode, self.mixed)
 
 
 class Config(SimpleNamespace):

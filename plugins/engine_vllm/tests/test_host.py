@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GraphMode
+from graph_mode import GraphMode
 
 from dsv4core.api import ConfigError, DSV4Error
 

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from conftest import GraphMode
 from dsv4_vllm.drift import DriftError
+from graph_mode import GraphMode
 
 from dsv4core.api import ConfigError, DSV4Error, OutputSpec
 
