@@ -71,8 +71,7 @@ def _packed(model: ModelShape) -> KVCacheFormat:
     if (model.head_dim, model.qk_rope_head_dim) != (PACKED_NOPE + PACKED_ROPE, PACKED_ROPE):
         raise ConfigError(
             f"kv_cache_dtype=fp8_ds_mla stores heads of {PACKED_NOPE} + {PACKED_ROPE} rotary dimensions, and "
-            "this "
-            f"model has {model.head_dim - model.qk_rope_head_dim} + {model.qk_rope_head_dim}; "
+            f"this model has {model.head_dim - model.qk_rope_head_dim} + {model.qk_rope_head_dim}; "
             "ask for bf16, fp8_e4m3 or fp32 instead."
         )
     parts = (
