@@ -6,7 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from email.message import Message
 from importlib.metadata import Distribution, distributions
+from typing import cast
 
 from dsv4core.api import PluginError, Reason
 from dsv4core.framework.known import KNOWN_BACKENDS
@@ -107,7 +109,8 @@ def _identity(distribution: Distribution) -> tuple[str, str, str]:
     if not (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")):
         return "a distribution without METADATA", "", ""
     core = ",".join(filter(None, map(_core_specifier, distribution.requires or ())))
-    return distribution.metadata["Name"] or "a distribution without a name", distribution.version or "", core
+    found = cast(Message, distribution.metadata)  # its own lookup of what is missing is deprecated
+    return found.get("Name") or "a distribution without a name", found.get("Version") or "", core
 
 
 def _core_specifier(requirement: str) -> str:

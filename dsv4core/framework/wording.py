@@ -33,9 +33,11 @@ def with_origin(error: BaseException, package: str) -> str:
 
 
 def add_note(text: str, error: BaseException) -> None:
-    """Add a line to an exception's traceback, where Python can (3.11)."""
+    """Add a line to an exception's traceback; Python before 3.11 keeps it, and does not show it."""
     if sys.version_info >= (3, 11):
         error.add_note(text)
+    else:
+        error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), text]
 
 
 def near_miss(name: str, names: Iterable[str]) -> str | None:
