@@ -116,7 +116,7 @@ class Mode(Enum):
 @dataclass
 class Options(BackendOptions):
     mode: Mode = Mode.FAST
-    cache: Path = Path("/tmp/kernels")
+    cache: Path = Path("kernels")
 """
 
 
