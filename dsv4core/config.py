@@ -34,6 +34,11 @@ def leaves(options: object, prefix: str = "") -> Iterator[tuple[str, Field[Any],
             yield f"{prefix}{own.name}", own, value
 
 
+def settable(config: DSV4Config) -> dict[str, Field[Any]]:
+    """The keys that a user may set, with their fields; `backend` and `model` take a name instead."""
+    return {name: own for name, own, _ in leaves(config) if name not in ("backend.name", "model.name")}
+
+
 def _default_order() -> dict[str, list[str]]:
     return {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
 

@@ -8,7 +8,7 @@ from glob import glob
 from typing import Any
 
 from dsv4core.api import BackendOptions, PluginError
-from dsv4core.config import AutoOptions, DSV4Config, leaves
+from dsv4core.config import AutoOptions, DSV4Config, settable
 from dsv4core.framework.discovery import BackendRecord, discover
 from dsv4core.framework.manager import load_backend
 from dsv4core.presets import PRESET_GROUPS, presets
@@ -49,8 +49,7 @@ def _starting(prefix: str, candidates: Sequence[str]) -> list[str]:
 def _keys(before: Sequence[str], records: Mapping[str, BackendRecord]) -> dict[str, Any]:
     """Keys that can be set, with their fields; those of the backend that the line names among them."""
     names = [word.partition("=")[2] for word in before if word.startswith("backend=")]
-    config = DSV4Config(backend=_options(names[-1] if names else "auto", records))
-    return {name: field for name, field, _ in leaves(config) if name not in ("backend.name", "model.name")}
+    return settable(DSV4Config(backend=_options(names[-1] if names else "auto", records)))
 
 
 def _options(name: str, records: Mapping[str, BackendRecord]) -> BackendOptions:

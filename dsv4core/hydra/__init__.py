@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dsv4core.api import BackendOptions, BackendUnavailable, ConfigError, DSV4Error, PluginError
-from dsv4core.config import AutoOptions, DSV4Config, leaves, read_prompt
+from dsv4core.config import AutoOptions, DSV4Config, read_prompt, settable
 from dsv4core.framework.discovery import BackendRecord, discover
 from dsv4core.framework.known import absent_reason
 from dsv4core.framework.manager import isolated, load_backend, tolerable
@@ -80,7 +80,7 @@ def compose(overrides: Sequence[str] = ()) -> DSV4Config:
     prompts = [text.partition("=")[2] for text in overrides if text.startswith("prompt=")]
     parsed = [parse(text) for text in overrides if not text.startswith("prompt=")]
     options = _load_options(chosen(parsed), disabled(parsed))
-    keys = _keys(options)
+    keys = settable(DSV4Config(backend=options))
     texts = [check(override, keys) for override in parsed]
     with _ONE_AT_A_TIME:
         _store_root("")
@@ -131,12 +131,6 @@ def _default_options(record: BackendRecord) -> BackendOptions:
     with isolated(record, "broken", f"{record.title} has options that Hydra cannot hold:"):
         OmegaConf.structured(options)
     return options
-
-
-def _keys(options: BackendOptions) -> dict[str, Field[Any]]:
-    """The keys that may be set, with their fields."""
-    config = DSV4Config(backend=options)
-    return {name: own for name, own, _ in leaves(config) if name not in ("backend.name", "model.name")}
 
 
 def _compose(overrides: Sequence[str], keys: dict[str, Field[Any]], backend: str) -> DSV4Config:

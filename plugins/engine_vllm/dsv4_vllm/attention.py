@@ -35,11 +35,14 @@ def attention_class(base: type, vllm_config: Any) -> type:
 
 
 def _derive(base: Any, host: Host) -> type:
+    from vllm.forward_context import get_forward_context
+
     class DSV4CoreAttention(base):
         """vLLM keeps insert, compressor, indexer and output projection; attention is dsv4core's."""
 
         _dsv4_host = host
         _bound: BoundLayer | None = None
+        _lent: tuple[tuple[torch.Tensor, ...], LayerCaches] | None = None
 
         @classmethod
         def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -48,8 +51,6 @@ def _derive(base: Any, host: Host) -> type:
         def forward_mqa(
             self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
         ) -> None:
-            from vllm.forward_context import get_forward_context
-
             layer = self._bind()
             context = get_forward_context()
             metadata = context.attn_metadata
@@ -91,11 +92,17 @@ def _derive(base: Any, host: Host) -> type:
             return self._bound
 
         def _caches(self) -> LayerCaches:
+            """Views of vLLM's caches, made anew only where vLLM has bound others."""
+            window, compressed = self.swa_cache_layer.kv_cache, self.kv_cache
+            if self._lent is None or self._lent[0][0] is not window or self._lent[0][1] is not compressed:
+                self._lent = ((window, compressed), self._lend(window, compressed))
+            return self._lent[1]
+
+        def _lend(self, window: torch.Tensor, compressed: torch.Tensor) -> LayerCaches:
             layout = host.selection.layout
-            window = cache_of(self.swa_cache_layer.kv_cache, layout.window)
             if self.compressor is None:
-                return LayerCaches(window)
-            return LayerCaches(window, cache_of(self.kv_cache, layout.compressed))
+                return LayerCaches(cache_of(window, layout.window))
+            return LayerCaches(cache_of(window, layout.window), cache_of(compressed, layout.compressed))
 
     DSV4CoreAttention.__qualname__ = f"DSV4Core[{base.__name__}]"
     return DSV4CoreAttention

@@ -36,7 +36,9 @@ class Host:
 
     def rope(self, table: torch.Tensor) -> torch.Tensor:
         """A table of cosines and sines in fp32. Layers share vLLM's tables, and so they do its copies."""
-        return self._rope.setdefault(table.data_ptr(), table.float())
+        if table.data_ptr() not in self._rope:
+            self._rope[table.data_ptr()] = table.float()
+        return self._rope[table.data_ptr()]
 
     def bind(self, index: int, sink: torch.Tensor, rope: torch.Tensor) -> BoundLayer:
         """Build the state of layer `index`; vLLM keeps all weights but these.

@@ -14,32 +14,23 @@ from typing import Any
 
 import torch
 
+from dsv4_vllm_job.around import Forward, around_attention
+
 WINDOW = ("seq_lens", "query_start_loc", "token_to_req_indices", "block_table", "slot_mapping")
 COUNTS = ("block_size", "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens")
 
 
 def install(path: str) -> None:
     """Record each call of the adapter's attention into `path` with the rank appended, a line each."""
-    import dsv4_vllm.attention as adapter
 
-    if hasattr(adapter, "recorded"):
-        return
-    adapter.recorded = True  # type: ignore[attr-defined]
-    derive = adapter._derive
-
-    def recording(base: Any, host: Any) -> type:
-        derived: Any = derive(base, host)
-        ours = derived.forward_mqa
-
+    def recorded(base: Any, host: Any, ours: Forward) -> Forward:
         def forward_mqa(self: Any, q: Any, kv: Any, positions: Any, output: Any) -> None:
-            _record(self, q, positions, f"{path}.{host.rank}")
+            _record(self, q, positions, f"{path}.{host.choice.rank}")
             ours(self, q, kv, positions, output)
 
-        derived.forward_mqa = forward_mqa
-        made: type = derived
-        return made
+        return forward_mqa
 
-    adapter._derive = recording
+    around_attention("recorded", recorded)
 
 
 def _record(layer: Any, q: Any, positions: Any, path: str) -> None:

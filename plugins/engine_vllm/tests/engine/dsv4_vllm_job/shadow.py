@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dsv4_vllm_job.around import Forward, around_attention
+
 
 def install(path: str) -> None:
     """Wrap the classes that the adapter makes.
@@ -12,26 +14,15 @@ def install(path: str) -> None:
     Args:
         path: Where each call adds a line; the rank is appended.
     """
-    import dsv4_vllm.attention as adapter
 
-    if hasattr(adapter, "shadowed"):
-        return
-    adapter.shadowed = True  # type: ignore[attr-defined]
-    derive = adapter._derive
-
-    def shadowed(base: Any, host: Any) -> type:
-        derived: Any = derive(base, host)
-        ours = derived.forward_mqa
-
+    def shadowed(base: Any, host: Any, ours: Forward) -> Forward:
         def forward_mqa(self: Any, q: Any, kv: Any, positions: Any, output: Any) -> None:
             ours(self, q, kv, positions, output)
-            _compare(self, base, q, kv, positions, output, f"{path}.{host.rank}")
+            _compare(self, base, q, kv, positions, output, f"{path}.{host.choice.rank}")
 
-        derived.forward_mqa = forward_mqa
-        made: type = derived
-        return made
+        return forward_mqa
 
-    adapter._derive = shadowed
+    around_attention("shadowed", shadowed)
 
 
 def _compare(layer: Any, base: Any, q: Any, kv: Any, positions: Any, output: Any, path: str) -> None:
