@@ -23,3 +23,7 @@ def register() -> None:
         from dsv4_vllm_job import record
 
         record.install(os.environ["DSV4_JOB_RECORD"])
+    if os.environ.get("DSV4_JOB_UNEVEN"):
+        from dsv4_vllm_job import uneven
+
+        uneven.install(os.environ["DSV4_JOB_UNEVEN"])
