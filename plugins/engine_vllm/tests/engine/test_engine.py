@@ -1,7 +1,8 @@
 """The adapter in a real vLLM 0.32 on a CPU, beside vLLM's own attention: `make test-vllm`.
 
 Each case is served three times: by dsv4core with vLLM's own attention beside it on the same caches, by
-dsv4core alone, and by vLLM alone. Where the processor lacks AVX-512, plain torch stands in for vLLM's kernels in both; the log says so.
+dsv4core alone, and by vLLM alone. Where the processor lacks AVX-512, plain torch stands in for vLLM's kernels
+in all of them; the log says so.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ from typing import Any
 
 def install(backend: str) -> None:
     """Disable a backend on rank 1 alone, just before it selects."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
     from dsv4_vllm import choice
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     choose = choice._choose
 
