@@ -223,4 +223,9 @@ def dsv4_o_proj(
 
 @hookspec(firstresult=True)
 def dsv4_describe(state: Any) -> dict[str, Any]:
-    """Facts about a layer's state for explain, bench and bug reports (optional). Never on the hot path."""
+    """Facts about a layer's state for explain, bench and bug reports (optional). Never on the hot path.
+
+    Returns:
+        What JSON can hold. `prepared_bytes` is the size of the weights that the state keeps besides the
+        host's own.
+    """

@@ -31,12 +31,19 @@ def complete(words: Sequence[str], commands: Sequence[str]) -> list[str]:
     if before[0] not in commands:
         return []
     records = discover()
+    if before[0] == "check":
+        before = ["check", *(f"backend={word}" for word in before[1:] if word in records), *before[1:]]
+        if len(before) == 1:
+            return _starting(last, [*records, "--help"])
     key, equals, value = last.partition("=")
     if key == "checkpoint" and equals:
         return sorted(f"checkpoint={path}" for path in glob(f"{value}*{os.sep}"))
     keys = _keys(before, records)
     if equals:
         return _starting(last, [f"{key}={choice}" for choice in _values(key, keys, records)])
+    if before[0] == "check":
+        own = [f"{name}=" for name in keys if name in ("device", "dtype") or name.startswith("backend.")]
+        return _starting(last, [*own, "--json", "--help", "--quick"])
     groups = [f"{group}=" for group in ("backend", *PRESET_GROUPS)]
     own = [f"{name}=" for name in keys if before[0] == "explain" or not name.startswith("request.")]
     return _starting(last, [*groups, *own, "--json", "--help", *(["--prompt"] if before[0] == "run" else [])])

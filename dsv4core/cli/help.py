@@ -22,6 +22,7 @@ dsv4: the attention layer of DeepSeek-V4 on any accelerator
   dsv4 run [key=value ...] [--prompt TEXT] [--json]   run a checkpoint's attention layers
   dsv4 explain [key=value ...] [--json]               which backend would run here, and why
   dsv4 plugins [--json]                               which backends there are
+  dsv4 check NAME [--quick] [--json]                  whether a backend does what it has to
 
 Examples
   dsv4 run verify=true
@@ -29,6 +30,7 @@ Examples
   dsv4 run prompt=@speech.txt workload=long
   dsv4 explain backend=flashmla model=v4_flash kv_cache_dtype=fp8
   dsv4 explain request.arch=sm_100 request.tensor_parallel=4
+  dsv4 check reference --quick
 """
 
 AFTERWORD = """

@@ -22,6 +22,7 @@ class Arguments:
 
     overrides: tuple[str, ...] = ()
     prompt: str | None = None
+    quick: bool = False
     help: bool = False
 
 
@@ -64,6 +65,7 @@ def parse(words: Sequence[str]) -> Arguments:
     """
     overrides: list[str] = []
     prompts: list[str] = []
+    quick = False
     remaining = iter(words)
     for word in remaining:
         option, equals, text = word.partition("=")
@@ -73,8 +75,10 @@ def parse(words: Sequence[str]) -> Arguments:
             prompts.append(text if equals else next(remaining, ""))
         elif word == "--json":
             overrides.append("json=true")
+        elif word == "--quick":
+            quick = True
         elif word.startswith("-"):
-            options = "--prompt TEXT, --json and --help"
+            options = "--prompt TEXT, --quick, --json and --help"
             raise ConfigError(f"{word!r} is not an option; those are {options}, and all else is key=value.")
         else:
             overrides.append(word)
@@ -86,7 +90,7 @@ def parse(words: Sequence[str]) -> Arguments:
         raise ConfigError(
             "The prompt is given more than once; give it once, by --prompt TEXT or prompt=@FILE."
         )
-    return Arguments(tuple(overrides), prompts[0] if prompts else None)
+    return Arguments(tuple(overrides), prompts[0] if prompts else None, quick)
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -136,6 +140,7 @@ def _complete(words: Sequence[str]) -> int:
 
 
 def _run(arguments: Arguments) -> int:
+    _refuse("run", quick=arguments.quick)
     from dsv4core.cli.configuration import configuration
 
     logging.getLogger("dsv4core").setLevel(logging.INFO)  # which backend was chosen, and why
@@ -148,14 +153,14 @@ def _run(arguments: Arguments) -> int:
 
 
 def _explain(arguments: Arguments) -> int:
-    _refuse_prompt("explain", arguments)
+    _refuse("explain", prompt=arguments.prompt is not None, quick=arguments.quick)
     from dsv4core.cli.explain import explain
 
     return explain(arguments.overrides)
 
 
 def _plugins(arguments: Arguments) -> int:
-    _refuse_prompt("plugins", arguments)
+    _refuse("plugins", prompt=arguments.prompt is not None, quick=arguments.quick)
     others = [word for word in arguments.overrides if word != "json=true"]
     if others:
         raise ConfigError(f"dsv4 plugins takes no {others[0]!r}; it takes --json and --help only.")
@@ -164,12 +169,26 @@ def _plugins(arguments: Arguments) -> int:
     return plugins(as_json=bool(arguments.overrides))
 
 
-COMMANDS: Mapping[str, Callable[[Arguments], int]] = {"run": _run, "explain": _explain, "plugins": _plugins}
+def _check(arguments: Arguments) -> int:
+    _refuse("check", prompt=arguments.prompt is not None)
+    from dsv4core.cli.check import check
+
+    return check(arguments.overrides, arguments.quick)
 
 
-def _refuse_prompt(command: str, arguments: Arguments) -> None:
-    if arguments.prompt is not None:
+COMMANDS: Mapping[str, Callable[[Arguments], int]] = {
+    "run": _run,
+    "explain": _explain,
+    "plugins": _plugins,
+    "check": _check,
+}
+
+
+def _refuse(command: str, prompt: bool = False, quick: bool = False) -> None:
+    if prompt:
         raise ConfigError(f"dsv4 {command} takes no --prompt; only dsv4 run computes with one.")
+    if quick:
+        raise ConfigError(f"dsv4 {command} takes no --quick; only dsv4 check does.")
 
 
 class _StderrHandler(logging.Handler):

@@ -52,5 +52,5 @@ def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
 
 def _spread(scale: torch.Tensor, rows: int, columns: int, block: tuple[int, int]) -> torch.Tensor:
     """The scale of every value, `[rows, columns]` fp32."""
-    spread = scale.float().repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
-    return spread[:rows, :columns]
+    spread = scale.float()[:, None, :, None].expand(-1, block[0], -1, block[1])
+    return spread.flatten(2).flatten(0, 1)[:rows, :columns]

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from dsv4core.api import CheckpointError, ModelShape
+from dsv4core.api import CheckpointError, ModelShape, Weight
 from dsv4core.model.blocks import quantize_block
 from dsv4core.model.files import INDEX
 from dsv4core.model.names import EMBEDDING, layer_names, scale_names
@@ -126,18 +126,29 @@ def _write(
     _write_json(directory / "config.json", config)
 
 
-def _layer(shape: ModelShape, index: int, seed: int) -> dict[str, torch.Tensor]:
+def random_layer(shape: ModelShape, index: int, seed: int = 0) -> dict[str, Weight]:
+    """The whole weights of layer `index` by the names of `LayerWeights`, with `attn_norm`, on the CPU.
+
+    They are those that `write_random_checkpoint` writes for the same arguments.
+    """
     generator = torch.Generator().manual_seed((seed << 16) + index + 1)
-    tensors = {}
+    weights = {}
     for name, spec in layer_tensors(shape, layer_kind(shape, index)).items():
-        official = layer_names(shape, index, name)[0]
         values = _values(name, spec, generator)
         if spec.dtypes == QUANTISED:
-            tensors[official], tensors[scale_names(official)[0]] = quantize_block(values, BLOCK)
-        elif name.endswith(("attn_sink", "ape")):
-            tensors[official] = values
+            weights[name] = Weight(*quantize_block(values, BLOCK), BLOCK)
         else:
-            tensors[official] = values.bfloat16()
+            weights[name] = Weight(values if name.endswith(("attn_sink", "ape")) else values.bfloat16())
+    return weights
+
+
+def _layer(shape: ModelShape, index: int, seed: int) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, weight in random_layer(shape, index, seed).items():
+        official = layer_names(shape, index, name)[0]
+        tensors[official] = weight.data
+        if weight.scale is not None:
+            tensors[scale_names(official)[0]] = weight.scale
     return tensors
 
 

@@ -31,7 +31,7 @@ def offered(capsys: Capture, monkeypatch: pytest.MonkeyPatch, line: str, shell: 
 
 
 LINES = [
-    ("dsv4 ", "--help --version explain plugins run"),
+    ("dsv4 ", "--help --version check explain plugins run"),
     ("dsv4 e", "explain"),
     ("dsv4   run backend=", "backend=acme backend=auto backend=broken"),
     ("dsv4 run backend=a", "backend=acme backend=auto"),
@@ -53,6 +53,10 @@ LINES = [
     ("dsv4 explain request.pr", "request.private_output= request.probe="),
     ("dsv4 explain request.probe=", "request.probe=host request.probe=static"),
     ("dsv4 plugins ", "--help --json"),
+    ("dsv4 check ", "--help acme broken"),
+    ("dsv4 check a", "acme"),
+    ("dsv4 check acme ", "--help --json --quick backend.workspace_mib= device= dtype="),
+    ("dsv4 check acme device=", "device=auto device=cpu device=cuda"),
     ("dsv4 rum ", ""),
 ]
 

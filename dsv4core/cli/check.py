@@ -1,0 +1,175 @@
+"""`dsv4 check NAME`: the conformance suite on one backend, on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from dsv4core.api import ConfigError
+from dsv4core.cli.output import show, show_json
+
+if TYPE_CHECKING:
+    from dsv4core.testing.conformance import Checked, Conformance, Progress
+
+
+def check(words: Sequence[str], quick: bool) -> int:
+    """Check the backend that the first word names; the result is the exit code, 1 where a check fails.
+
+    Args:
+        words: The name, then overrides: `backend.<option>=…`, `device=…`, `dtype=…`, `json=true`.
+        quick: Leave out cases of gigabytes or minutes.
+
+    Raises:
+        ConfigError: No name is given, an override is none of these, or pytest is not installed.
+        DSV4Error: The backend is not installed or cannot be loaded.
+    """
+    name, overrides = _arguments(words)
+    if find_spec("pytest") is None:
+        raise ConfigError("dsv4 check runs pytest, and it is not installed; run `pip install pytest`.")
+    from dsv4core.testing.conformance import run_suite
+
+    with _progress() as progress:
+        found = run_suite(name, [word for word in overrides if word != "json=true"], quick, progress)
+    if "json=true" in overrides:
+        show_json(_plain(found))
+    else:
+        _print(found)
+    return 0 if found.ok else 1
+
+
+def _arguments(words: Sequence[str]) -> tuple[str, list[str]]:
+    names = [word for word in words if "=" not in word]
+    if len(names) != 1:
+        raise ConfigError(
+            f"dsv4 check takes one backend's name, and was given {' '.join(names) or 'none'}; "
+            "write dsv4 check NAME."
+        )
+    overrides = [word for word in words if "=" in word]
+    for word in overrides:
+        if not word.startswith(("backend.", "device=", "dtype=", "json=")):
+            raise ConfigError(
+                f"dsv4 check takes no {word!r}; it takes backend.OPTION=…, device=…, dtype=…, --quick and "
+                "--json."
+            )
+    return names[0], overrides
+
+
+def _plain(found: Conformance) -> dict[str, Any]:
+    return {
+        **_what(found),
+        "ok": found.ok,
+        "complete": found.complete,
+        "levels": found.levels(),
+        "capabilities": found.capabilities(),
+        "coverage": found.coverage(),
+        "reports": sorted(found.reports()[0]),
+        "checks": [asdict(checked) for checked in found.checks],
+    }
+
+
+def _what(found: Conformance) -> dict[str, str]:
+    from dsv4core.framework.platform import machine_of
+
+    record, machine = found.subject.backend.record, machine_of(found.subject.device)
+    return {
+        "backend": record.name,
+        "distribution": record.distribution,
+        "version": record.version,
+        "platform": machine.platform,
+        "arch": machine.arch,
+        "dtype": found.subject.dtype,
+    }
+
+
+def _print(found: Conformance) -> None:
+    what = _what(found)
+    machine = f"{what['platform']} {what['arch']}".strip()
+    show(f"{what['backend']} ({what['distribution']} {what['version']}) on {machine}, {what['dtype']}\n")
+    show(_levels(found), *_left_out(found), "", _covered(found), *_failures(found))
+    show(f"\n{_verdict(found, machine)}")
+
+
+def _levels(found: Conformance) -> Table:
+    from dsv4core.testing.conformance import OUTCOMES
+    from dsv4core.testing.suite.marks import LEVELS
+
+    table = Table("level", box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for outcome in OUTCOMES:
+        table.add_column(outcome, justify="right")
+    for level, counts in found.levels().items():
+        table.add_row(level, LEVELS[level], *(str(counts[outcome] or "-") for outcome in OUTCOMES))
+    return table
+
+
+def _failures(found: Conformance) -> Iterator[str]:
+    suite = f"pytest --pyargs dsv4core.testing.suite --dsv4-backend {found.subject.name}"
+    for checked in found.having("failed"):
+        yield f"\nfailed: {checked.level} {checked.name}\n  {checked.text}\n  {suite} -k '{_filter(checked)}'"
+
+
+def _filter(checked: Checked) -> str:
+    name, bracket, parameters = checked.name.partition("[")
+    return name + (f" and {parameters.rstrip(']')}" if bracket else "")
+
+
+def _left_out(found: Conformance) -> Iterator[str]:
+    """Why checks were left out: those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for checked in found.having("refused", "undeclared", "elsewhere"):
+        names.setdefault(f"{checked.outcome}: {checked.text}", []).append(checked.name)
+    for text, checks in names.items():
+        yield f"\n{text}\n  {_shortened(checks)}"
+
+
+def _shortened(names: Sequence[str], most: int = 6) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _covered(found: Conformance) -> Table:
+    table = Table("covered", "", box=None, padding=(0, 2, 0, 0))
+    for key, values in found.coverage().items():
+        table.add_row(key.replace("_", " "), ", ".join(map(str, values)))
+    for state in ("declared", "not declared"):
+        names = [name for name, own in found.capabilities().items() if own == state]
+        table.add_row(f"capabilities {state}", ", ".join(names) or "none")
+    passed, everything = found.reports()
+    table.add_row("public reports", f"{len(passed)} of {len(everything)}")
+    return table
+
+
+def _verdict(found: Conformance, machine: str) -> str:
+    failed, name = len(found.having("failed")), found.subject.name
+    if failed:
+        return f"{name} does not conform: {_count(failed)} failed."
+    if not found.ok:
+        return f"Nothing was checked: {name} cannot run on {machine}."
+    large, elsewhere = len(found.having("large")), len(found.having("elsewhere"))
+    left = [f"{_count(large)} left out as large"] if large else []
+    left += [f"{_count(elsewhere)} for another machine or library"] if elsewhere else []
+    return f"{name} conforms on {machine}" + (
+        f", as far as it was checked: {' and '.join(left)}." if left else "."
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number} check" + ("" if number == 1 else "s")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A progress bar on stderr; nothing where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    console = Console(file=sys.stderr)
+    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("checks", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,90 @@
+"""Layers at the layer seam: a backend's, and the reference's with the same weights, formats and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from dsv4core.api import LayerKind, LayerWeights, Limits, ModelShape, Weight
+from dsv4core.attention import DeepseekV4Attention
+from dsv4core.framework.binding import bind_layer
+from dsv4core.framework.selection import Selection, select
+from dsv4core.model.random_checkpoint import random_layer
+from dsv4core.model.rope import rope_table
+from dsv4core.model.shapes import layer_spec
+from dsv4core.stack import AttentionStack, StackedLayer
+from dsv4core.testing.subject import MODEL, Subject
+
+LAYER_MODEL = replace(MODEL, index_topk=128)
+"""One layer of each kind; 128 of the entries are chosen, so that 600 tokens make the indexer choose."""
+
+
+def backend_stack(
+    subject: Subject,
+    kinds: Iterable[LayerKind],
+    limits: Limits,
+    kv_cache_dtype: str = "auto",
+    decode_query_len: int = 1,
+) -> AttentionStack:
+    """Layers of these kinds with random weights, on the backend.
+
+    Raises:
+        Refused: It cannot run them.
+    """
+    request = subject.request(
+        LAYER_MODEL,
+        limits=limits,
+        kv_cache_dtype=kv_cache_dtype,
+        decode_query_len=decode_query_len,
+        private_output=True,
+        host_lengths=True,
+    )
+    return _stack(subject.select(request), kinds, subject.device)
+
+
+def reference_stack(stack: AttentionStack) -> AttentionStack:
+    """The same layers on the reference, with caches of the same formats."""
+    selection = stack.selection
+    layout = selection.layout
+    request = replace(
+        selection.request,
+        kv_cache_dtype=layout.window.name,
+        index_dtype=layout.index.name.removeprefix("index_"),
+    )
+    kinds = [layer.spec.kind for layer in stack.layers]
+    return _stack(select(request, "reference"), kinds, stack.layers[0].norm.device)
+
+
+def hidden_states(tokens: int, stack: AttentionStack, seed: int = 0) -> torch.Tensor:
+    """Random inputs `[tokens, hidden_size]` in the activation dtype."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(tokens, LAYER_MODEL.hidden_size, generator=random)
+    return values.to(stack.layers[0].norm.device, getattr(torch, stack.selection.request.dtype))
+
+
+def _stack(selection: Selection, kinds: Iterable[LayerKind], device: torch.device) -> AttentionStack:
+    model, positions = LAYER_MODEL, selection.request.limits.max_model_len
+    layers = []
+    for kind in kinds:
+        index = model.layer_kinds.index(kind)
+        table = rope_table(model.rope_of(kind), model.qk_rope_head_dim, positions, device)
+        tensors = {name: _on(weight, device) for name, weight in _weights(model, index).items()}
+        norm = tensors.pop("attn_norm").data
+        weights = LayerWeights(tensors, table)
+        bound = bind_layer(selection, layer_spec(model, index), weights, device)
+        layers.append(StackedLayer(DeepseekV4Attention(bound, weights, selection.layout), norm))
+    return AttentionStack(selection, layers, device)
+
+
+@cache
+def _weights(model: ModelShape, index: int) -> dict[str, Weight]:
+    return random_layer(model, index)
+
+
+def _on(weight: Weight, device: torch.device) -> Weight:
+    """A copy: a backend that writes to weights must not spoil those of others."""
+    scale = None if weight.scale is None else weight.scale.to(device, copy=True)
+    return Weight(weight.data.to(device, copy=True), scale, weight.block)

@@ -1,0 +1,70 @@
+"""L3: whole layers at the layer seam, from hidden states to this rank's partial sum."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits
+from dsv4core.stack import AttentionStack
+from dsv4core.testing.compare import assert_rows
+from dsv4core.testing.layers import backend_stack, hidden_states, reference_stack
+from dsv4core.testing.subject import Subject
+from dsv4core.testing.suite.marks import check
+from dsv4core.testing.suite.test_attention import FORMATS
+from dsv4core.testing.tolerances import LAYER_OUTPUT, PROJECTION
+
+KINDS = [pytest.param(kind, id=kind.name) for kind in (SWA, C4A, C128A)]
+LIMITS = Limits(max_tokens=600, max_requests=3, max_model_len=1200, max_query_len=600)
+
+
+def compare(
+    ours: AttentionStack,
+    theirs: AttentionStack,
+    computed: tuple[int, ...],
+    query: tuple[int, ...],
+    seed: int = 0,
+) -> None:
+    """One step of every layer on both; the reference attends the entries that the backend chose."""
+    dtype = ours.selection.request.dtype
+    tolerance = max(LAYER_OUTPUT[dtype], PROJECTION[dtype])
+    step, their_step = ours.plan(computed, query), theirs.plan(computed, query)
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        hidden = hidden_states(sum(query), ours, seed + layer.spec.index)
+        found, selected = ours.attend(layer, hidden, step)
+        expected, _ = theirs.attend(other, hidden, their_step, selected)
+        assert_rows(found, expected, tolerance, f"output of a {layer.spec.kind.name} layer", step)
+
+
+@check("L3", core=True, reports=("vllm#47783", "vllm#55927", "sglang#36390"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer(dsv4: Subject, kind: LayerKind) -> None:
+    """Prompts in chunks, then decodes, beside each other."""
+    ours = backend_stack(dsv4, [kind], LIMITS)
+    theirs = reference_stack(ours)
+    computed: tuple[int, ...] = (0, 0, 0)
+    for seed, query in enumerate(((520, 30, 0), (1, 200, 7), (1, 1, 300), (1, 1, 1), (1, 0, 1))):
+        compare(ours, theirs, computed, query, seed * 10)
+        computed = tuple(known + new for known, new in zip(computed, query, strict=True))
+
+
+@check("L3", reports=("vllm#47174", "sglang#33194"))
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_in_each_format(dsv4: Subject, format: str) -> None:
+    """All kinds in one model, in each cache format that the backend accepts."""
+    limits = Limits(max_tokens=140, max_requests=1, max_model_len=150, max_query_len=140)
+    ours = backend_stack(dsv4, [SWA, C4A, C128A], limits, kv_cache_dtype=format)
+    theirs = reference_stack(ours)
+    compare(ours, theirs, (0,), (140,))
+    compare(ours, theirs, (140,), (1,), 10)
+
+
+@check("L3", needs=("multi-token-decode",), reports=("TensorRT-LLM#17892", "mlx-vlm#1896"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_with_drafts(dsv4: Subject, kind: LayerKind) -> None:
+    """Decodes of several query tokens, some of which are taken back."""
+    ours = backend_stack(dsv4, [kind], LIMITS, decode_query_len=4)
+    theirs = reference_stack(ours)
+    compare(ours, theirs, (0, 0), (254, 126))
+    compare(ours, theirs, (254, 126), (4, 4), 10)
+    compare(ours, theirs, (256, 130), (4, 3), 20)
+    compare(ours, theirs, (257, 131), (4, 4), 30)

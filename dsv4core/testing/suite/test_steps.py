@@ -1,0 +1,193 @@
+"""L4: steps follow each other, layers share them, graphs replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits, Step
+from dsv4core.testing.compare import assert_attention
+from dsv4core.testing.host import Case, Host
+from dsv4core.testing.subject import Elsewhere, Subject
+from dsv4core.testing.suite.marks import check
+
+KINDS = [pytest.param(kind, id=kind.name) for kind in (SWA, C4A, C128A)]
+INT_MAX = 2**31 - 1
+
+
+def attend_and_compare(host: Host, step: Step) -> None:
+    """Attention of a planned step, against the definition."""
+    q, selected = host.query(step), host.select(step)
+    output = host.attend(step, q, selected)
+    expected, _ = host.expected(step, q, selected, host.sinks)
+    assert_attention(host.heads(output), expected, step, host.plan.q_dtype)
+
+
+@check("L4", core=True, reports=("vllm#51318", "sglang#29885"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_follow_each_other(dsv4: Subject, kind: LayerKind) -> None:
+    """Every step has its own lengths and tables, in the same buffers."""
+    host = Host(dsv4, Case(kind))
+    computed: tuple[int, ...] = (300, 0, 1000)
+    for query in ((1, 90, 30), (1, 1, 98), (1, 1, 1), (1, 27, 0), (1, 1, 120)):
+        attend_and_compare(host, host.step(computed, query))
+        computed = tuple(known + new for known, new in zip(computed, query, strict=True))
+    attend_and_compare(host, host.step((2047,), (1,)))
+
+
+@check("L4", core=True, reports=("vllm#50774",))
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_a_kind_share_a_step(dsv4: Subject, kind: LayerKind) -> None:
+    """A step is planned once; each layer has its own sinks and chosen entries."""
+    host = Host(dsv4, Case(kind))
+    step = host.step((600, 129, 0), (1, 1, 20))
+    for _ in range(3):
+        sinks = host.normal(host.spec.num_heads)
+        q, selected = host.query(step), host.select(step)
+        output = host.attend(step, q, selected, layer=host.bind(sinks))
+        expected, _ = host.expected(step, q, selected, sinks)
+        assert_attention(host.heads(output), expected, step, host.plan.q_dtype)
+
+
+@check("L4", core=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_groups_of_block_tables(dsv4: Subject, kind: LayerKind) -> None:
+    """A host may keep the caches of one kind in groups, each with a state: planning one leaves the other."""
+    hosts = [Host(dsv4, Case(kind, heads=16), seed) for seed in (1, 2)]
+    steps = [
+        host.step(computed, (1,) * len(computed))
+        for host, computed in zip(hosts, ((700, 3, 300), (129, 2000)), strict=True)
+    ]
+    for host, step in zip(hosts, steps, strict=True):
+        attend_and_compare(host, step)
+
+
+@check("L4", needs=("multi-token-decode",), reports=("flashinfer#3828", "vllm#51593", "1Cat-vLLM#603"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafts", [1, 3, 5])
+def test_several_query_tokens(dsv4: Subject, drafts: int, kind: LayerKind) -> None:
+    """Decodes with drafts, each query at its own position; some requests have fewer of them."""
+    host = Host(dsv4, Case(kind, decode_query_len=drafts + 1))
+    step = host.step((500, 129, 3, 255, 0), (drafts + 1, drafts, 1, drafts + 1, 10))
+    assert step.num_decode_requests == 4
+    attend_and_compare(host, step)
+
+
+@check("L4", core=True, reports=("vllm#55695", "vllm#51106", "sglang#31705", "vllm#51970"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_steps(dsv4: Subject, kind: LayerKind) -> None:
+    """No request, no query token, and requests without any among others."""
+    host = Host(dsv4, Case(kind))
+    for computed, query in (((), ()), ((0, 0), (0, 0)), ((300, 200, 70, 0), (1, 0, 5, 3))):
+        attend_and_compare(host, host.step(computed, query))
+
+
+@check("L4", core=True, reports=("vllm#55637", "flashinfer#5015", "ROCm/ATOM#1595"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_may_hold_anything_behind_a_length(dsv4: Subject, kind: LayerKind) -> None:
+    """Block tables are as wide as the longest request could be; behind a length lies whatever was there."""
+    host = Host(dsv4, Case(kind))
+    step = host.build((700, 130, 0), (1, 1, 20))
+    tables = [(step.window.block_table, host.case.page_sizes.window)]
+    if kind.ratio is not None:
+        tables.append((step.compressed[kind.name].block_table, host.case.page_sizes.context))
+    for table, tokens in tables:
+        for request, length in enumerate(step.seq_lens.tolist()):
+            table[request, -(-length // tokens) :] = INT_MAX
+    host.plan_step(step)
+    attend_and_compare(host, step)
+
+
+@check("L4", needs=("graph",), reports=("vllm#51318", "flashinfer#5015", "eugr/spark-vllm-docker#400"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_replays_other_lengths(dsv4: Subject, kind: LayerKind) -> None:
+    """Captured with short requests, replayed with long ones and with fewer of them."""
+    limits = Limits(max_tokens=8, max_requests=8, max_model_len=4096, max_query_len=1)
+    host = Host(dsv4, Case(kind, limits=limits, graph=True))
+    captured = host.build((5, 300, 2, 129, 64, 127, 700, 1), (1,) * 8)
+    q, selected = host.query(captured), host.select(captured)
+    host.kind.prepare_step(captured)
+
+    def run() -> torch.Tensor:
+        host.kind.plan_step(captured)
+        return host.heads(host.attend(captured, q, selected))
+
+    replay = _captured(run, host.device)
+    for computed in ((3000, 4000, 300, 129, 2000, 1, 1500, 650), (4001, 600, 131), (128,) * 8):
+        count = len(computed)
+        step = host.build(computed, (1,) * count)
+        host.kind.prepare_step(step)
+        new_q, new_selected = host.query(step), host.select(step)
+        q[:count] = new_q
+        if selected is not None and new_selected is not None:
+            selected[:count], selected[count:] = new_selected, -1
+        found = replay()[:count]
+        expected, _ = host.expected(step, new_q, new_selected, host.sinks)
+        assert_attention(found, expected, step, host.plan.q_dtype)
+
+
+@check("L4", needs=("graph",), reports=("vllm#51970",))
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_hot_waits_for_the_device(dsv4: Subject, kind: LayerKind) -> None:
+    """A hook that reads a value on the host stalls every step, captured or not."""
+    host = Host(dsv4, Case(kind, graph=True))
+    if host.device.type != "cuda":
+        raise Elsewhere("Waiting for a device can be seen on a GPU only.")
+    step = host.build((700, 130, 64), (1, 1, 1))
+    q, selected = host.query(step), host.select(step)
+    for warm in (True, False):
+        host.kind.prepare_step(step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("default" if warm else "error")
+        try:
+            host.kind.plan_step(step)
+            host.attend(step, q, selected)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@check("L4", reports=("vllm#51743", "vllm#41700"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_temporary_memory_is_what_the_plan_says(dsv4: Subject, heads: int, kind: LayerKind) -> None:
+    """A host reserves `workspace_bytes` and the output; a step takes no more."""
+    limits = Limits(max_tokens=2048, max_requests=8, max_model_len=8192, max_query_len=2048)
+    host = Host(dsv4, Case(kind, heads=heads, limits=limits))
+    if host.device.type != "cuda":
+        raise Elsewhere("torch counts the memory of a GPU only.")
+    for computed, query in (((6000,), (2048,)), ((8000,) * 8, (1,) * 8)):
+        step = host.step(computed, query)
+        q, selected = host.query(step), host.select(step)
+        host.attend(step, q, selected)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        output = host.attend(step, q, selected)
+        peak = torch.cuda.max_memory_allocated() - before
+        allowed = host.plan.workspace_bytes + output.data.nbytes + 2**20
+        assert peak <= allowed, f"A step took {peak:,} bytes, and its plan and output allow {allowed:,}."
+
+
+def _captured(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    """A graph of `run` on a GPU; elsewhere `run` itself, which reads the same tensors again."""
+    if device.type != "cuda":
+        run()
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        torch.cuda.synchronize()
+        return out
+
+    return replay
