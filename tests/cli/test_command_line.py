@@ -82,7 +82,8 @@ MISTAKES = [
     (["backend=x"], "'backend=x' is not a command; the commands are run, explain, plugins, check."),
     (
         ["run", "--jsn"],
-        "'--jsn' is not an option; those are --prompt TEXT, --quick, --json and --help, and all else is key=value.",
+        "'--jsn' is not an option; those are --prompt TEXT, --quick, --json and --help, and all else is "
+        "key=value.",
     ),
     (
         ["run", "--prompt"],
@@ -100,7 +101,8 @@ MISTAKES = [
     (["run", "decod=1"], "'decod' is not a key; did you mean 'decode'?"),
     (
         ["run", "-h=3"],
-        "'-h=3' is not an option; those are --prompt TEXT, --quick, --json and --help, and all else is key=value.",
+        "'-h=3' is not an option; those are --prompt TEXT, --quick, --json and --help, and all else is "
+        "key=value.",
     ),
     (["run", "zzz=1"], f"'zzz' is not a key; the keys are {KEYS}."),
     (["plugins", "decode=1"], "dsv4 plugins takes no 'decode=1'; it takes --json and --help only."),
