@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from dsv4core.testing.conformance import Checked, Conformance, Progress
 
 
-def check(words: Sequence[str], quick: bool) -> int:
+def check(words: Sequence[str], quick: bool, only: str | None) -> int:
     """Check the backend that the first word names; the result is the exit code, 1 where a check fails.
 
     Args:
         words: The name, then overrides: `backend.<option>=…`, `device=…`, `dtype=…`, `json=true`.
         quick: Leave out cases of gigabytes or minutes.
+        only: Checks whose names match this, as pytest's `-k` has it; None is all.
 
     Raises:
         ConfigError: No name is given, an override is none of these, or pytest is not installed.
@@ -35,7 +36,7 @@ def check(words: Sequence[str], quick: bool) -> int:
     from dsv4core.testing.conformance import run_suite
 
     with _progress() as progress:
-        found = run_suite(name, [word for word in overrides if word != "json=true"], quick, progress)
+        found = run_suite(name, [word for word in overrides if word != "json=true"], quick, only, progress)
     if "json=true" in overrides:
         show_json(_plain(found))
     else:
@@ -54,8 +55,8 @@ def _arguments(words: Sequence[str]) -> tuple[str, list[str]]:
     for word in overrides:
         if not word.startswith(("backend.", "device=", "dtype=", "json=")):
             raise ConfigError(
-                f"dsv4 check takes no {word!r}; it takes backend.OPTION=…, device=…, dtype=…, --quick and "
-                "--json."
+                f"dsv4 check takes no {word!r}; it takes backend.OPTION=…, device=…, dtype=…, --only TEXT, "
+                "--quick and --json."
             )
     return names[0], overrides
 
@@ -109,9 +110,9 @@ def _levels(found: Conformance) -> Table:
 
 
 def _failures(found: Conformance) -> Iterator[str]:
-    suite = f"pytest --pyargs dsv4core.testing.suite --dsv4-backend {found.subject.name}"
     for checked in found.having("failed"):
-        yield f"\nfailed: {checked.level} {checked.name}\n  {checked.text}\n  {suite} -k '{_filter(checked)}'"
+        again = f"dsv4 check {found.subject.name} --only '{_filter(checked)}'"
+        yield f"\nfailed: {checked.level} {checked.name}\n  {checked.text}\n  {again}"
 
 
 def _filter(checked: Checked) -> str:

@@ -22,7 +22,7 @@ dsv4: the attention layer of DeepSeek-V4 on any accelerator
   dsv4 run [key=value ...] [--prompt TEXT] [--json]   run a checkpoint's attention layers
   dsv4 explain [key=value ...] [--json]               which backend would run here, and why
   dsv4 plugins [--json]                               which backends there are
-  dsv4 check NAME [--quick] [--json]                  whether a backend does what it has to
+  dsv4 check NAME [--only TEXT] [--quick] [--json]    whether a backend does what it has to
 
 Examples
   dsv4 run verify=true

@@ -11,19 +11,10 @@ from dataclasses import dataclass
 
 from dsv4core import __version__
 from dsv4core.api import ConfigError, DSV4Error, PluginError
+from dsv4core.cli.arguments import Accepted, Arguments, parse
 from dsv4core.cli.output import results_apart, show_line
 from dsv4core.framework.switches import strict
 from dsv4core.framework.wording import near_miss
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A command's arguments: overrides for Hydra, and the prompt, which is free text and never Hydra's."""
-
-    overrides: tuple[str, ...] = ()
-    prompt: str | None = None
-    quick: bool = False
-    help: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,42 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parse(words: Sequence[str]) -> Arguments:
-    """Take a command's arguments apart.
-
-    Raises:
-        ConfigError: An option is unknown, or the prompt is missing, empty or given twice.
-    """
-    overrides: list[str] = []
-    prompts: list[str] = []
-    quick = False
-    remaining = iter(words)
-    for word in remaining:
-        option, equals, text = word.partition("=")
-        if word in ("--help", "-h"):
-            return Arguments(help=True)
-        if option == "--prompt":
-            prompts.append(text if equals else next(remaining, ""))
-        elif word == "--json":
-            overrides.append("json=true")
-        elif word == "--quick":
-            quick = True
-        elif word.startswith("-"):
-            options = "--prompt TEXT, --quick, --json and --help"
-            raise ConfigError(f"{word!r} is not an option; those are {options}, and all else is key=value.")
-        else:
-            overrides.append(word)
-    if "" in prompts:
-        raise ConfigError(
-            "--prompt has no text; write --prompt TEXT, or prompt=@FILE to read it from a file."
-        )
-    if len(prompts) + sum(word.startswith("prompt=") for word in overrides) > 1:
-        raise ConfigError(
-            "The prompt is given more than once; give it once, by --prompt TEXT or prompt=@FILE."
-        )
-    return Arguments(tuple(overrides), prompts[0] if prompts else None, quick)
-
-
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("--help", "-h"):
         return _help()
@@ -106,8 +61,9 @@ def _dispatch(words: Sequence[str]) -> int:
         near = near_miss(command, COMMANDS)
         advice = f"did you mean {near!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{command!r} is not a command; {advice}")
-    arguments = parse(rest)
-    return _help() if arguments.help else COMMANDS[command](arguments)
+    chosen = COMMANDS[command]
+    arguments = parse(command, rest, chosen.accepted)
+    return _help() if arguments is None else chosen.run(arguments)
 
 
 def _help() -> int:
@@ -140,27 +96,29 @@ def _complete(words: Sequence[str]) -> int:
 
 
 def _run(arguments: Arguments) -> int:
-    _refuse("run", quick=arguments.quick)
     from dsv4core.cli.configuration import configuration
 
     logging.getLogger("dsv4core").setLevel(logging.INFO)  # which backend was chosen, and why
+    prompt = arguments.options.get("--prompt")
+    if prompt is not None and any(word.startswith("prompt=") for word in arguments.overrides):
+        raise ConfigError(
+            "The prompt is given more than once; give it once, by --prompt TEXT or prompt=@FILE."
+        )
     config = configuration(arguments.overrides)
-    if arguments.prompt is not None:
-        config.prompt = arguments.prompt
+    if prompt is not None:
+        config.prompt = prompt
     from dsv4core.cli.run import run
 
     return run(config)
 
 
 def _explain(arguments: Arguments) -> int:
-    _refuse("explain", prompt=arguments.prompt is not None, quick=arguments.quick)
     from dsv4core.cli.explain import explain
 
     return explain(arguments.overrides)
 
 
 def _plugins(arguments: Arguments) -> int:
-    _refuse("plugins", prompt=arguments.prompt is not None, quick=arguments.quick)
     others = [word for word in arguments.overrides if word != "json=true"]
     if others:
         raise ConfigError(f"dsv4 plugins takes no {others[0]!r}; it takes --json and --help only.")
@@ -170,25 +128,25 @@ def _plugins(arguments: Arguments) -> int:
 
 
 def _check(arguments: Arguments) -> int:
-    _refuse("check", prompt=arguments.prompt is not None)
     from dsv4core.cli.check import check
 
-    return check(arguments.overrides, arguments.quick)
+    return check(arguments.overrides, "--quick" in arguments.options, arguments.options.get("--only"))
 
 
-COMMANDS: Mapping[str, Callable[[Arguments], int]] = {
-    "run": _run,
-    "explain": _explain,
-    "plugins": _plugins,
-    "check": _check,
+@dataclass(frozen=True)
+class Command:
+    """What `dsv4 NAME` runs, and the options that it takes."""
+
+    run: Callable[[Arguments], int]
+    accepted: Accepted
+
+
+COMMANDS: Mapping[str, Command] = {
+    "run": Command(_run, Accepted(texts=("--prompt",))),
+    "explain": Command(_explain, Accepted()),
+    "plugins": Command(_plugins, Accepted()),
+    "check": Command(_check, Accepted(texts=("--only",), flags=("--quick",))),
 }
-
-
-def _refuse(command: str, prompt: bool = False, quick: bool = False) -> None:
-    if prompt:
-        raise ConfigError(f"dsv4 {command} takes no --prompt; only dsv4 run computes with one.")
-    if quick:
-        raise ConfigError(f"dsv4 {command} takes no --quick; only dsv4 check does.")
 
 
 class _StderrHandler(logging.Handler):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dsv4core.api import CAPABILITIES
+from dsv4core.api import CAPABILITIES, ConfigError
 from dsv4core.testing.pytest_plugin import KEY
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.marks import LEVELS
@@ -96,7 +96,11 @@ class Conformance:
 
 
 def run_suite(
-    name: str, overrides: Iterable[str] = (), quick: bool = False, progress: Progress | None = None
+    name: str,
+    overrides: Iterable[str] = (),
+    quick: bool = False,
+    only: str | None = None,
+    progress: Progress | None = None,
 ) -> Conformance:
     """Check a backend on this machine.
 
@@ -104,10 +108,11 @@ def run_suite(
         name: The backend.
         overrides: `backend.<option>=…`, `device=…`, `dtype=…`.
         quick: Leave out cases of gigabytes or minutes.
+        only: Checks whose names match this, as pytest's `-k` has it; None is all.
         progress: Called before the first check and after each.
 
     Raises:
-        DSV4Error: The backend cannot be loaded, or an override does not fit.
+        DSV4Error: The backend cannot be loaded, an override does not fit, or no check has such a name.
     """
     overrides = list(overrides)
     subject = Subject.configured(name, overrides)
@@ -115,10 +120,13 @@ def run_suite(
     words = ["--pyargs", "dsv4core.testing.suite", "--dsv4-backend", name]
     words += [word for override in overrides for word in ("--dsv4-override", override)]
     words += ["--dsv4-quick"] if quick else []
+    words += [] if only is None else ["-k", only]
     # Not the configuration of whoever's folder this is, no cache in it, and no terminal but ours.
     words += ["-c", os.devnull, "--rootdir", os.path.dirname(__file__), "-p", "no:cacheprovider"]
     words += ["-p", "no:terminal", "-W", "ignore::pytest.PytestConfigWarning"]
     code = pytest.main(words, plugins=[recorder])
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED or (only is not None and not recorder.total):
+        raise ConfigError(f"No check is named like {only!r}; leave it out to see all.")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"The suite ended with {code!r}; its output is above.")
     return Conformance(subject, tuple(recorder.checks))
@@ -170,4 +178,4 @@ def _text(report: pytest.TestReport) -> str:
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(report.longrepr) if crash is None else crash.message
-    return " ".join(text.removeprefix("AssertionError: ").split())
+    return " ".join(text.removeprefix("AssertionError: ").removeprefix("Failed: ").split())

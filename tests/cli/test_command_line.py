@@ -82,8 +82,7 @@ MISTAKES = [
     (["backend=x"], "'backend=x' is not a command; the commands are run, explain, plugins, check."),
     (
         ["run", "--jsn"],
-        "'--jsn' is not an option; those are --prompt TEXT, --quick, --json and --help, and all else is "
-        "key=value.",
+        "dsv4 run takes no option '--jsn'; it takes --prompt TEXT, --json and --help.",
     ),
     (
         ["run", "--prompt"],
@@ -101,13 +100,25 @@ MISTAKES = [
     (["run", "decod=1"], "'decod' is not a key; did you mean 'decode'?"),
     (
         ["run", "-h=3"],
-        "'-h=3' is not an option; those are --prompt TEXT, --quick, --json and --help, and all else is "
-        "key=value.",
+        "dsv4 run takes no option '-h=3'; it takes --prompt TEXT, --json and --help.",
     ),
     (["run", "zzz=1"], f"'zzz' is not a key; the keys are {KEYS}."),
     (["plugins", "decode=1"], "dsv4 plugins takes no 'decode=1'; it takes --json and --help only."),
-    (["plugins", "--prompt", "a"], "dsv4 plugins takes no --prompt; only dsv4 run computes with one."),
-    (["explain", "--prompt", "a"], "dsv4 explain takes no --prompt; only dsv4 run computes with one."),
+    (["run", "--prompt", "a", "--prompt=b"], "--prompt is given more than once; give it once."),
+    (["plugins", "--prompt", "a"], "dsv4 plugins takes no option '--prompt'; it takes --json and --help."),
+    (["explain", "--quick"], "dsv4 explain takes no option '--quick'; it takes --json and --help."),
+    (["check", "acme", "--only="], "--only has no text; write --only TEXT, a part of the names of checks."),
+    (["check"], "dsv4 check takes one backend's name, and was given none; write dsv4 check NAME."),
+    (["check", "a", "b"], "dsv4 check takes one backend's name, and was given a b; write dsv4 check NAME."),
+    (
+        ["check", "acme", "prefill=3"],
+        "dsv4 check takes no 'prefill=3'; it takes backend.OPTION=…, device=…, dtype=…, --only TEXT, --quick "
+        "and --json.",
+    ),
+    (
+        ["check", "flashmla"],
+        "[package-missing] Backend 'flashmla' is not installed. Run `pip install dsv4-plugin-flashmla`.",
+    ),
 ]
 
 

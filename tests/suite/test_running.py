@@ -1,0 +1,164 @@
+"""The suite as its users run it: by `dsv4 check`, by pytest, by a star import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4core.api import ConfigError, Reason, hookimpl
+from dsv4core.backends import reference
+from dsv4core.cli.main import main
+from dsv4core.testing.conformance import run_suite
+from dsv4core.testing.fakes import isolate
+from dsv4core.testing.suite import MODULES, checks
+from dsv4core.testing.suite.marks import LEVELS
+from tests.suite.mutants import MUTANTS, Hooks
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Elsewhere(Hooks):
+    """A backend for machines that this one is not."""
+
+    @hookimpl
+    def dsv4_backend_info(self):
+        return replace(reference.dsv4_backend_info(), platforms=("xpu",))
+
+
+class Undeclared(Hooks):
+    """It declares nothing but the kernel seam."""
+
+    @hookimpl
+    def dsv4_backend_info(self):
+        return replace(reference.dsv4_backend_info(), capabilities=frozenset({"kernel-seam"}))
+
+
+class ForFewHeads(Hooks):
+    """It turns down what every backend has to serve."""
+
+    @hookimpl
+    def dsv4_unsupported_reasons(self, request):
+        return [Reason("q-heads", "Too many heads.", "Use 16.")] if request.num_heads > 16 else []
+
+
+elsewhere, undeclared, few, sink_ignored = Elsewhere(), Undeclared(), ForFewHeads(), MUTANTS["SinkIgnored"]()
+
+
+@pytest.fixture
+def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = tmp_path / "acme-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    lines = ["[dsv4core.backends]", "reference = dsv4core.backends.reference"]
+    lines += [f"{name} = {__name__}:{name}" for name in ("elsewhere", "undeclared", "few", "sink_ignored")]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    isolate(tmp_path, monkeypatch)
+
+
+def test_a_failure_ends_with_1_and_says_how_to_see_it_again(backends: None, capsys: Capture) -> None:
+    assert main(["check", "sink_ignored", "--only", "test_sinks or test_info"]) == 1
+    out = capsys.readouterr().out
+    assert "sink_ignored (acme 1.0) on cpu, bfloat16" in out
+    assert "failed: L3 test_sinks\n  The attention output is off in" in out
+    assert "  dsv4 check sink_ignored --only 'test_sinks'\n" in out
+    assert out.endswith("sink_ignored does not conform: 1 check failed.\n")
+
+
+def test_json(backends: None, capsys: Capture) -> None:
+    assert main(["check", "reference", "--json", "--quick", "--only", "test_widths or test_info"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["backend"], found["ok"], found["complete"]) == ("reference", True, False)
+    assert found["levels"]["L3"] == {
+        **dict.fromkeys(("failed", "refused", "undeclared", "elsewhere"), 0),
+        "passed": 10,
+        "large": 1,
+    }
+    assert found["coverage"]["heads"] == [16]
+    assert found["coverage"]["kv_format"] == ["fp8_ds_mla"]
+    left_out = [own for own in found["checks"] if own["outcome"] == "large"]
+    assert [(own["name"], own["level"]) for own in left_out] == [("test_widths[8192]", "L3")]
+
+
+def test_what_another_machine_could_show(backends: None, capsys: Capture) -> None:
+    assert main(["check", "elsewhere", "--only", "test_sinks or test_info or test_dtype_strings"]) == 0
+    out = capsys.readouterr().out
+    assert "elsewhere: [platform] It has kernels for xpu, and the request is for cpu." in out
+    assert out.endswith(
+        "conforms on cpu, as far as it was checked: 1 check for another machine or library.\n"
+    )
+
+
+def test_what_is_not_declared_is_left_out_and_refused(backends: None) -> None:
+    found = run_suite("undeclared", only="log_sum_exp or ranks_heads or strided or not_declared")
+    outcomes = {own.name.partition("[")[0]: own.outcome for own in found.checks}
+    assert outcomes == {
+        "test_log_sum_exp": "undeclared",
+        "test_log_sum_exp_of_nothing": "undeclared",
+        "test_a_ranks_heads": "undeclared",
+        "test_strided_pages": "undeclared",
+        "test_what_is_not_declared_is_refused": "passed",
+    }
+    assert found.ok
+    assert found.complete
+
+
+def test_the_core_cannot_be_refused(backends: None) -> None:
+    found = run_suite("few", only="test_sinks or test_head_counts")
+    assert not found.ok
+    (failed,) = found.having("failed")
+    assert failed.name == "test_sinks"
+    assert failed.text == "It has to serve this, and refused it: [q-heads] Too many heads. Use 16."
+    assert {own.name for own in found.having("refused")} == {
+        f"test_head_counts[{heads}]" for heads in (24, 32, 48, 64, 96, 128)
+    }
+    assert found.coverage()["heads"] == [1, 2, 3, 4, 8, 16]
+
+
+def test_no_check_of_that_name(backends: None) -> None:
+    with pytest.raises(ConfigError, match="No check is named like 'zzz'"):
+        run_suite("reference", only="zzz")
+
+
+def pytest_run(folder: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_star_import(tmp_path: Path) -> None:
+    (tmp_path / "test_conformance.py").write_text("from dsv4core.testing.suite import *\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ndsv4_backend = reference\n")
+    code, out = pytest_run(tmp_path, "-k", "test_info or test_description", "--strict-markers")
+    assert code == 0, out
+    assert "2 passed" in out
+
+
+def test_pyargs_without_a_name(tmp_path: Path) -> None:
+    code, out = pytest_run(tmp_path, "--pyargs", "dsv4core.testing.suite", "-k", "test_info")
+    assert code == 1
+    assert (
+        "No backend is named; run pytest with --dsv4-backend NAME, or write dsv4_backend = NAME into" in out
+    )
+
+
+def test_pyargs_with_an_override_that_does_not_fit(tmp_path: Path) -> None:
+    words = ("--dsv4-backend", "reference", "--dsv4-override", "backend.zzz=1")
+    code, out = pytest_run(tmp_path, "--pyargs", "dsv4core.testing.suite", "-k", "test_info", *words)
+    assert code == 1
+    assert "'backend.zzz' is not an option of" in out
+
+
+def test_every_check_is_marked_and_described() -> None:
+    names: list[str] = []
+    for name, check in checks().items():
+        marks = [mark for mark in check.pytestmark if mark.name == "dsv4"]
+        assert len(marks) == 1, name
+        assert marks[0].kwargs["level"] in LEVELS
+        assert check.__doc__, name
+        names.append(name)
+    assert not set(names) & {f"test_{module}" for module in MODULES}, "a module's name hides the check"
