@@ -14,6 +14,9 @@ from rich.table import Table
 from dsv4core.api import ConfigError
 from dsv4core.cli.output import show, show_json
 
+MOST_CAUSES = 12
+"""Different failures that are printed."""
+
 if TYPE_CHECKING:
     from dsv4core.testing.conformance import Checked, Conformance, Progress
 
@@ -101,18 +104,34 @@ def _levels(found: Conformance) -> Table:
     from dsv4core.testing.suite.marks import LEVELS
 
     table = Table("level", box=None, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
     for outcome in OUTCOMES:
         table.add_column(outcome, justify="right")
     for level, counts in found.levels().items():
-        table.add_row(level, LEVELS[level], *(str(counts[outcome] or "-") for outcome in OUTCOMES))
+        table.add_row(f"{level} {LEVELS[level]}", *(str(counts[outcome] or "-") for outcome in OUTCOMES))
     return table
 
 
 def _failures(found: Conformance) -> Iterator[str]:
-    for checked in found.having("failed"):
-        again = f"dsv4 check {found.subject.name} --only '{_filter(checked)}'"
-        yield f"\nfailed: {checked.level} {checked.name}\n  {checked.text}\n  {again}"
+    """Failed checks, those with one text together, and how to see the first of them again."""
+    causes = _by_text(found.having("failed"))
+    for text, checks in list(causes.items())[:MOST_CAUSES]:
+        again = f"dsv4 check {found.subject.name} --only '{_filter(checks[0])}'"
+        yield f"\nfailed: {text}\n  {_shortened(checks)}\n  {again}"
+    if len(causes) > MOST_CAUSES:
+        yield f"\nand {len(causes) - MOST_CAUSES} other causes, which --json tells."
+
+
+def _left_out(found: Conformance) -> Iterator[str]:
+    """Why checks were left out, those of one reason together."""
+    for text, checks in _by_text(found.having("refused", "undeclared", "elsewhere")).items():
+        yield f"\n{checks[0].outcome}: {text}\n  {_shortened(checks)}"
+
+
+def _by_text(checks: Sequence[Checked]) -> dict[str, list[Checked]]:
+    found: dict[str, list[Checked]] = {}
+    for checked in checks:
+        found.setdefault(checked.text, []).append(checked)
+    return found
 
 
 def _filter(checked: Checked) -> str:
@@ -120,18 +139,10 @@ def _filter(checked: Checked) -> str:
     return name + (f" and {parameters.rstrip(']')}" if bracket else "")
 
 
-def _left_out(found: Conformance) -> Iterator[str]:
-    """Why checks were left out: those of one reason together."""
-    names: dict[str, list[str]] = {}
-    for checked in found.having("refused", "undeclared", "elsewhere"):
-        names.setdefault(f"{checked.outcome}: {checked.text}", []).append(checked.name)
-    for text, checks in names.items():
-        yield f"\n{text}\n  {_shortened(checks)}"
-
-
-def _shortened(names: Sequence[str], most: int = 6) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+def _shortened(checks: Sequence[Checked], most: int = 6) -> str:
+    rest = len(checks) - most
+    names = ", ".join(f"{checked.level} {checked.name}" for checked in checks[:most])
+    return names + (f" and {rest} more" if rest > 0 else "")
 
 
 def _covered(found: Conformance) -> Table:

@@ -28,7 +28,7 @@ def complete(words: Sequence[str], commands: Sequence[str]) -> list[str]:
         return _starting(last, [*commands, "--help", "--version"])
     if before[0] == "plugins":
         return _starting(last, ["--json", "--help"])
-    if before[0] not in commands:
+    if before[0] not in commands or before[0] == "new":
         return []
     records = discover()
     if before[0] == "check":

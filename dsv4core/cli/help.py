@@ -22,6 +22,7 @@ dsv4: the attention layer of DeepSeek-V4 on any accelerator
   dsv4 run [key=value ...] [--prompt TEXT] [--json]   run a checkpoint's attention layers
   dsv4 explain [key=value ...] [--json]               which backend would run here, and why
   dsv4 plugins [--json]                               which backends there are
+  dsv4 new NAME                                       begin a backend of your own
   dsv4 check NAME [--only TEXT] [--quick] [--json]    whether a backend does what it has to
 
 Examples

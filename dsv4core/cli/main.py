@@ -133,6 +133,12 @@ def _check(arguments: Arguments) -> int:
     return check(arguments.overrides, "--quick" in arguments.options, arguments.options.get("--only"))
 
 
+def _new(arguments: Arguments) -> int:
+    from dsv4core.cli.new import new
+
+    return new(arguments.overrides)
+
+
 @dataclass(frozen=True)
 class Command:
     """What `dsv4 NAME` runs, and the options that it takes."""
@@ -145,6 +151,7 @@ COMMANDS: Mapping[str, Command] = {
     "run": Command(_run, Accepted(texts=("--prompt",))),
     "explain": Command(_explain, Accepted()),
     "plugins": Command(_plugins, Accepted()),
+    "new": Command(_new, Accepted()),
     "check": Command(_check, Accepted(texts=("--only",), flags=("--quick",))),
 }
 

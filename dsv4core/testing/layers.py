@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
-from dsv4core.api import LayerKind, LayerWeights, Limits, ModelShape, Weight
+from dsv4core.api import LayerKind, LayerWeights, Limits, ModelShape, Request, Weight
 from dsv4core.attention import DeepseekV4Attention
 from dsv4core.framework.binding import bind_layer
 from dsv4core.framework.selection import Selection, select
@@ -42,7 +42,9 @@ def backend_stack(
         private_output=True,
         host_lengths=True,
     )
-    return _stack(subject.select(request), kinds, subject.device)
+    selection = subject.select(request)
+    layers = [_layer(selection, LAYER_MODEL.layer_kinds.index(kind), subject.device) for kind in kinds]
+    return AttentionStack(selection, layers, subject.device)
 
 
 def reference_stack(stack: AttentionStack) -> AttentionStack:
@@ -54,8 +56,9 @@ def reference_stack(stack: AttentionStack) -> AttentionStack:
         kv_cache_dtype=layout.window.name,
         index_dtype=layout.index.name.removeprefix("index_"),
     )
-    kinds = [layer.spec.kind for layer in stack.layers]
-    return _stack(select(request, "reference"), kinds, stack.layers[0].norm.device)
+    chosen, device = select(request, "reference"), stack.layers[0].norm.device
+    layers = [_reference_layer(request, layer.spec.index, device) for layer in stack.layers]
+    return AttentionStack(chosen, layers, device)
 
 
 def hidden_states(tokens: int, stack: AttentionStack, seed: int = 0) -> torch.Tensor:
@@ -65,18 +68,21 @@ def hidden_states(tokens: int, stack: AttentionStack, seed: int = 0) -> torch.Te
     return values.to(stack.layers[0].norm.device, getattr(torch, stack.selection.request.dtype))
 
 
-def _stack(selection: Selection, kinds: Iterable[LayerKind], device: torch.device) -> AttentionStack:
-    model, positions = LAYER_MODEL, selection.request.limits.max_model_len
-    layers = []
-    for kind in kinds:
-        index = model.layer_kinds.index(kind)
-        table = rope_table(model.rope_of(kind), model.qk_rope_head_dim, positions, device)
-        tensors = {name: _on(weight, device) for name, weight in _weights(model, index).items()}
-        norm = tensors.pop("attn_norm").data
-        weights = LayerWeights(tensors, table)
-        bound = bind_layer(selection, layer_spec(model, index), weights, device)
-        layers.append(StackedLayer(DeepseekV4Attention(bound, weights, selection.layout), norm))
-    return AttentionStack(selection, layers, device)
+@lru_cache(maxsize=8)
+def _reference_layer(request: Request, index: int, device: torch.device) -> StackedLayer:
+    """Layers have no state of their own, so all stacks of one request share them."""
+    return _layer(select(request, "reference"), index, device)
+
+
+def _layer(selection: Selection, index: int, device: torch.device) -> StackedLayer:
+    model, spec = LAYER_MODEL, layer_spec(LAYER_MODEL, index)
+    positions = selection.request.limits.max_model_len
+    table = rope_table(model.rope_of(spec.kind), model.qk_rope_head_dim, positions, device)
+    tensors = {name: _on(weight, device) for name, weight in _weights(model, index).items()}
+    norm = tensors.pop("attn_norm").data
+    weights = LayerWeights(tensors, table)
+    bound = bind_layer(selection, spec, weights, device)
+    return StackedLayer(DeepseekV4Attention(bound, weights, selection.layout), norm)
 
 
 @cache

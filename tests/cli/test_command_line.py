@@ -79,7 +79,7 @@ KEYS = (
 )
 MISTAKES = [
     (["rum"], "'rum' is not a command; did you mean 'run'?"),
-    (["backend=x"], "'backend=x' is not a command; the commands are run, explain, plugins, check."),
+    (["backend=x"], "'backend=x' is not a command; the commands are run, explain, plugins, new, check."),
     (
         ["run", "--jsn"],
         "dsv4 run takes no option '--jsn'; it takes --prompt TEXT, --json and --help.",

@@ -27,6 +27,7 @@ MODULES = (
     "dsv4core.framework.selection",
     "dsv4core.framework.binding",
     "dsv4core.hydra",
+    "dsv4core.workspace",
 )
 
 
