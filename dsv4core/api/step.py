@@ -17,7 +17,8 @@ class CacheTable:
     """Where the rows of one group of caches lie. Layers of one kind share it.
 
     Attributes:
-        block_table: `[requests, pages]` int32: physical page of each logical page, negative for none.
+        block_table: `[requests, pages]` int32: physical page of each logical page, negative for none. Columns
+            that no query of the step reaches, before its window or behind its length, may hold anything.
         slot_mapping: `[tokens]` int64: slot that each token writes, -1 for nothing. For compressed caches
             this is the slot of the entry that the token completes.
         page_size: Rows a page. Slot = page * page_size + offset.
@@ -41,8 +42,9 @@ class Step:
     """One step. Decode requests come first; a request may have no query token at all.
 
     All tensors are views of buffers that live as long as the host's step object and keep their strides, so
-    a captured graph reads the values of the step it is replayed for. Behind the views, rows of padding have
-    slot and page -1 and length 0; position and request are 0, which is safe to look up.
+    a captured graph reads the values of the step it is replayed for. Behind the views of `dsv4core.step`'s
+    own buffers, rows of padding have slot and page -1 and length 0; position and request are 0, which is safe
+    to look up. An engine's buffers may hold there what earlier steps left.
 
     Attributes:
         positions: `[tokens]` int64, absolute and 0-based.

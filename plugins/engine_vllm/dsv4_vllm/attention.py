@@ -13,21 +13,23 @@ from dsv4core.api import LayerCaches
 from dsv4core.framework.binding import BoundLayer
 from dsv4core.model.rope import rotate_back
 
-ROTATES_BACK = "_wo_a_fp8_weight"
-"""ROCm's layers have it, and where it is None their `forward_mqa` rotates the output back, not `_o_proj`."""
-
 _hosts: dict[int, tuple[Any, Host, dict[type, type]]] = {}
 
 
-def attention_class(base: type, vllm_config: Any) -> type:
+def attention_class(base: type, vllm_config: Any, touched: tuple[drift.Touched, ...]) -> type:
     """A subclass of vLLM's attention class of this platform, for one configuration.
+
+    Args:
+        base: vLLM's class.
+        vllm_config: vLLM's configuration.
+        touched: What has to be there of vLLM.
 
     Raises:
         DSV4Error: The configuration is wrong, or the asked backend cannot run.
     """
     if id(vllm_config) not in _hosts:
         # The configuration is kept, so that its id stays its own.
-        _hosts[id(vllm_config)] = (vllm_config, Host(vllm_config, base), {})
+        _hosts[id(vllm_config)] = (vllm_config, Host(vllm_config, base, touched), {})
     _, host, classes = _hosts[id(vllm_config)]
     if base not in classes:
         classes[base] = _derive(base, host)
@@ -70,16 +72,24 @@ def _derive(base: Any, host: Host) -> type:
             )
             if result.data.data_ptr() != out.data_ptr():
                 out[:, :heads].copy_(result.data[:, :heads])
-            if getattr(self, ROTATES_BACK, True) is None:
+            if getattr(self, drift.ROTATES_BACK, True) is None:
                 rotated = rotate_back(out[:, :heads].float(), step.positions, self._rope)
                 out[:, :heads].copy_(rotated)
 
         def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-            """Prepare the backend's weights when vLLM prepares its own."""
-            prepare = getattr(super(), "process_weights_after_loading", None)
+            """Prepare the backend's weights when vLLM prepares its own: again when it has loaded others."""
+            prepare = getattr(super(), "process_weights_after_loading", None)  # the CPU's class has one
             if prepare is not None:
                 prepare(act_dtype)
+            self._bound = None
             self._bind()
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            """Check vLLM's pages as soon as their size is settled, not at the first request."""
+            spec = super().get_kv_cache_spec(vllm_config)
+            if spec is not None:
+                host.check_context_pages(spec.block_size)
+            return spec
 
         def _bind(self) -> BoundLayer:
             if self._bound is None:

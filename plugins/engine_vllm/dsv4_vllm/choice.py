@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
 
+from dsv4_vllm.drift import Touched, check
 from dsv4_vllm.options import AdapterOptions, parse, section
-from dsv4core.api import BackendOptions, ConfigError, DSV4Error, Limits, ModelShape, PageSizes, Request
+from dsv4core import __version__
+from dsv4core.api import (
+    BackendOptions,
+    BackendUnavailable,
+    ConfigError,
+    DSV4Error,
+    Limits,
+    ModelShape,
+    PageSizes,
+    Request,
+)
 from dsv4core.framework.discovery import discover
 from dsv4core.framework.manager import load_backend
 from dsv4core.framework.platform import machine_of
@@ -17,6 +29,8 @@ from dsv4core.framework.selection import Selection, select
 from dsv4core.framework.wording import one_line
 from dsv4core.model.shapes import model_shape
 
+WAIT = 120
+"""Seconds that ranks may come apart while they make the first layer."""
 PAGE = 256
 """Tokens a page that vLLM takes unless the user says otherwise; it settles that after layers are made."""
 
@@ -45,22 +59,25 @@ class Choice:
         return next(iter(self.selection.plans.values())).padded_q_heads
 
 
-def choose(vllm_config: Any, base: Any) -> Choice:
+def choose(vllm_config: Any, base: Any, touched: tuple[Touched, ...] = ()) -> Choice:
     """Select, and agree with the other ranks.
 
     Args:
         vllm_config: vLLM's configuration.
         base: vLLM's attention class of this platform.
+        touched: What has to be there of vLLM.
 
     Raises:
+        DriftError: This vLLM is another one, on any rank.
         ConfigError: Something is asked that is not served, or any rank cannot, or ranks differ.
     """
-    return _agreed(lambda: _choose(vllm_config, base))
+    return _agreed(lambda: _choose(vllm_config, base, touched))
 
 
-def _choose(vllm_config: Any, base: Any) -> Choice:
+def _choose(vllm_config: Any, base: Any, touched: tuple[Touched, ...]) -> Choice:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank as tensor_parallel_rank
 
+    check(touched)
     options = parse(section(vllm_config))
     _refuse(vllm_config, base)
     shape, device = model_shape(vllm_config.model_config.hf_config.to_dict()), _device()
@@ -132,8 +149,21 @@ def _select(request: Request, asked: AdapterOptions) -> Selection:
     if asked.backend == "auto":
         if asked.options:
             raise ConfigError('additional_config["dsv4"]["options"] belong to a named backend; name it.')
-        return select(request)
+        try:
+            return select(request)
+        except BackendUnavailable as error:
+            raise ConfigError(_nothing_fits(error)) from error
     return select(request, asked.backend, _options(asked))
+
+
+def _nothing_fits(error: BackendUnavailable) -> str:
+    """One line: selection's own has several, and speaks of keys that vLLM's users do not have."""
+    tried = "; ".join(
+        f"{decision.backend}: {' '.join(map(str, decision.reasons)).rstrip('.')}"
+        for decision in error.decisions
+    )
+    found = f"found none that can run this ({tried or 'none is in order'})"
+    return f'additional_config["dsv4"]["backend"]="auto" {found}; name one.'
 
 
 def _options(asked: AdapterOptions) -> BackendOptions | None:
@@ -159,17 +189,18 @@ def _check(selection: Selection) -> None:
                 f"backend={name} reads {cache.name} caches, and vLLM writes fp8_ds_mla here; set "
                 "kv_cache_dtype=fp8, or choose another backend."
             )
+    _check_flavours(selection)
     plans = selection.plans.values()
-    sizes = {plan.padded_q_heads for plan in plans}
-    if len(sizes) > 1:
+    sizes = {kind: plan.padded_q_heads for kind, plan in selection.plans.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} for {kind}" for kind, size in sizes.items())
         raise ConfigError(
-            f"backend={name} pads q by layer kind ({sizes}), and vLLM has one size; choose another one."
+            f"backend={name} pads q by layer kind ({listed}), and vLLM has one size; choose another one."
         )
-    if any(plan.q_dtype != dtype or plan.output.inverse_rotated for plan in plans):
-        raise ConfigError(
-            f"backend={name} wants q of another dtype than {dtype}, or rotates its output back as vLLM does; "
-            "choose another one."
-        )
+    if any(plan.q_dtype != dtype for plan in plans):
+        raise ConfigError(f"backend={name} wants q of another dtype than vLLM's {dtype}; choose another one.")
+    if any(plan.output.inverse_rotated for plan in plans):
+        raise ConfigError(f"backend={name} rotates its output back, and so does vLLM; choose another one.")
     if selection.request.graph and selection.backend.implements("dsv4_prepare_step"):
         raise ConfigError(
             f"backend={name} has host work before every replay of a graph, and vLLM has no place for it; set "
@@ -177,30 +208,68 @@ def _check(selection: Selection) -> None:
         )
 
 
+def _check_flavours(selection: Selection) -> None:
+    """On gfx942 vLLM's window cache has FNUZ codes, and its compressed cache OCP's, as everywhere."""
+    from vllm.platforms import current_platform
+
+    written = {"window": str(current_platform.fp8_dtype()).rpartition("float8_")[2], "compressed": "e4m3fn"}
+    for cache, flavour in written.items():
+        read = getattr(selection.layout, cache).fp8
+        if read != flavour:
+            raise ConfigError(
+                f"backend={selection.backend.name} reads a {cache} cache of {read} codes, and vLLM writes "
+                f"{flavour} on this machine; choose another one."
+            )
+
+
 def _agreed(decide: Callable[[], Choice]) -> Choice:
     """The choice, if all ranks made the same: one that left would let the others wait for ever."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    choice, verdict, summary = None, "", {}
+    choice, verdict, facts = None, "", {}
     try:
         choice = decide()
-        summary = choice.selection.summary() | {"padded_heads": choice.padded_heads}
+        facts = _facts(choice)
     except DSV4Error as error:
         verdict = str(error)
     except Exception as error:
         verdict = f"Selecting a backend raised {one_line(error)}."
-    found: list[tuple[str, dict[str, Any]]] = [("", {})] * group.world_size
-    torch.distributed.all_gather_object(found, (verdict, summary), group=group.cpu_group)
+    found: list[tuple[str, dict[str, str]]] = [(verdict, facts)] * group.world_size
+    if group.world_size > 1:
+        _meet(group)
+        torch.distributed.all_gather_object(found, (verdict, facts), group=group.cpu_group)
     refusals = {rank: text for rank, (text, _) in enumerate(found) if text}
     if refusals:
         rank, text = next(iter(refusals.items()))
         raise ConfigError(text if len(refusals) == len(found) else f"Rank {rank} of {len(found)}: {text}")
+    first = found[0][1]
     for rank, (_, other) in enumerate(found):
-        if other != found[0][1]:
+        for name in [name for name in first if other.get(name) != first[name]]:
             raise ConfigError(
-                f"Rank {rank} of {len(found)} selected {other}, and rank 0 selected {found[0][1]}; install "
-                "the same packages everywhere."
+                f"Rank {rank} of {len(found)} has {name}={other.get(name)}, and rank 0 has {first[name]}; "
+                "install the same packages everywhere."
             )
     assert choice is not None
     return choice
+
+
+def _facts(choice: Choice) -> dict[str, str]:
+    """What all ranks have to have alike: the packages, the request, the caches, the plans."""
+    chosen = choice.selection
+    facts = {name: str(value) for name, value in chosen.summary().items()}
+    facts["dsv4core"] = __version__
+    facts |= {f"request.{name}": str(value) for name, value in vars(chosen.request).items()}
+    facts |= {f"cache.{name}": str(value) for name, value in vars(chosen.layout).items()}
+    return facts | {f"plan.{name}": str(value) for name, value in chosen.plans.items()}
+
+
+def _meet(group: Any) -> None:
+    """Wait for all ranks, and not for one that never comes here: it has no dsv4-vllm, or another vLLM."""
+    try:
+        torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=WAIT), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"A rank did not answer within {WAIT} s ({one_line(error)}); install dsv4-vllm on every machine, "
+            "and name dsv4 wherever VLLM_PLUGINS is set."
+        ) from error

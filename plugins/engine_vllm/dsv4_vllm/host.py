@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_vllm.choice import choose
+from dsv4_vllm.drift import Touched
 from dsv4core.api import ConfigError, DSV4Error, LayerKind, LayerSpec, LayerWeights, Weight
 from dsv4core.framework.binding import BoundKind, BoundLayer, bind_kind, bind_layer
 from dsv4core.model.shapes import layer_spec
@@ -22,10 +23,10 @@ RESERVED: tuple[int, ...] = ()
 class Host:
     """One worker. It is made with the first layer, and all layers bind through it."""
 
-    def __init__(self, vllm_config: Any, base: Any) -> None:
-        self.choice = choose(vllm_config, base)
+    def __init__(self, vllm_config: Any, base: Any, touched: tuple[Touched, ...]) -> None:
+        self.choice = choose(vllm_config, base, touched)
         self.request, self.selection = self.choice.request, self.choice.selection
-        self._rope: dict[int, torch.Tensor] = {}
+        self._rope: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._bound: list[BoundLayer] = []
         self._kinds: dict[str, dict[tuple[int, ...], BoundKind]] = defaultdict(dict)
         self._log()
@@ -37,8 +38,11 @@ class Host:
     def rope(self, table: torch.Tensor) -> torch.Tensor:
         """A table of cosines and sines in fp32. Layers share vLLM's tables, and so they do its copies."""
         if table.data_ptr() not in self._rope:
-            self._rope[table.data_ptr()] = table.float()
-        return self._rope[table.data_ptr()]
+            self._rope[table.data_ptr()] = (
+                table,
+                table.float(),
+            )  # the table, so that its address stays its own
+        return self._rope[table.data_ptr()][1]
 
     def bind(self, index: int, sink: torch.Tensor, rope: torch.Tensor) -> BoundLayer:
         """Build the state of layer `index`; vLLM keeps all weights but these.
@@ -80,17 +84,28 @@ class Host:
             bound[tables] = reserved or bind_kind(self.selection, kind, self.choice.device)
         return bound[tables]
 
-    def check_pages(self, window: int, context: int | None) -> None:
-        """Check that vLLM's pages are those that the backend was asked about.
+    def check_context_pages(self, tokens: int) -> None:
+        """Check that a page of entries is what the backend was asked about.
 
         Raises:
-            ConfigError: They are not; vLLM settles their sizes after it has made the layers.
+            ConfigError: It is not; vLLM settles its size after it has made the layers.
         """
-        sizes = self.request.page_sizes
-        if window != sizes.window or context not in (None, sizes.context):
+        if tokens != (asked := self.request.page_sizes.context):
             raise ConfigError(
-                f"vLLM's pages have {window} window rows and stand for {context} tokens, and the backend was "
-                f"asked about {sizes.window} and {sizes.context}; set block_size={sizes.context}."
+                f"vLLM's pages stand for {tokens} tokens, and the backend was asked about {asked}; set "
+                f"block_size={asked}."
+            )
+
+    def check_window_pages(self, rows: int) -> None:
+        """Check that a window page is what the backend was asked about.
+
+        Raises:
+            DSV4Error: It is not.
+        """
+        if rows != (asked := self.request.page_sizes.window):
+            raise DSV4Error(
+                f"vLLM's window pages have {rows} rows, and the backend was asked about {asked}; this "
+                "version of vLLM is not served."
             )
 
     def report_weights(self) -> None:
@@ -98,8 +113,10 @@ class Host:
         if self._bound:
             sizes = [layer.describe().get("prepared_bytes") for layer in self._bound]
             known = sum(size for size in sizes if size is not None)
-            size = "an unknown number of" if None in sizes else f"{known:,}"
-            logger.info("dsv4: %d layers built; the backend prepared %s bytes of weights.", len(sizes), size)
+            prepared = "not told" if None in sizes else f"{known:,} bytes"
+            logger.info(
+                "dsv4: layers built: %d; weights that the backend prepared: %s.", len(sizes), prepared
+            )
             self._bound = []
 
     def _log(self) -> None:
@@ -107,8 +124,9 @@ class Host:
         why = "as asked" if chosen.asked != "auto" else "the first of auto's order that can run"
         for name, count in Counter(kind.name for kind in self.choice.shape.layer_kinds).items():
             logger.info(
-                "dsv4: %d layers of kind %s run on %s (%s), variant %s: %s.",
+                "dsv4: %d %s of kind %s on %s (%s), variant %s: %s.",
                 count,
+                "layer" if count == 1 else "layers",
                 name,
                 chosen.backend.name,
                 chosen.backend.record.source,

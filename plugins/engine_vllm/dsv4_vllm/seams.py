@@ -89,15 +89,15 @@ def _guard(module: ModuleType) -> None:
 
 
 def _ours(base: Any, vllm_config: Any, touched: tuple[drift.Touched, ...]) -> Any:
-    drift.check((*drift.COMMON, *touched))
     from dsv4_vllm.attention import attention_class
 
-    return attention_class(base, vllm_config)
+    return attention_class(base, vllm_config, (*drift.COMMON, *touched))
 
 
 SEAMS: Mapping[str, Installer] = MappingProxyType(
     {
         "vllm.models.deepseek_v4.attention": _guard,
+        "vllm.models.deepseek_v41.attention": _guard,
         "vllm.models.deepseek_v4.cpu.model": _class("DeepseekV4CPUAttention", drift.CPU),
         "vllm.models.deepseek_v4.amd.model": _class("DeepseekV4ROCMAiterMLAAttention", drift.ROCM),
         "vllm.models.deepseek_v4.nvidia.model": _selector("_select_dsv4_attn_cls", drift.CUDA),

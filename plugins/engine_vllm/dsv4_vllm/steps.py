@@ -42,7 +42,9 @@ def step_of(
 
 def _translate(kind: LayerKind, window: Any, main: Any | None, positions: torch.Tensor, host: Host) -> Step:
     tokens = window.num_decode_tokens + window.num_prefill_tokens
-    host.check_pages(window.block_size, None if main is None else main.block_size)
+    host.check_window_pages(window.block_size)
+    if main is not None:
+        host.check_context_pages(main.block_size)
     compressed = {}
     if kind.ratio is not None and main is not None:
         rows = main.block_size // kind.ratio

@@ -14,13 +14,11 @@ from dsv4_vllm import drift
 
 
 def names(node: ast.AST) -> list[str]:
-    """Parameters of a function, or fields of a dataclass."""
+    """Parameters of a function, or the fields and methods of a class."""
     if isinstance(node, ast.ClassDef):
-        return [
-            one.target.id
-            for one in node.body
-            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-        ]
+        annotated = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+        names = [target.id for target in annotated if isinstance(target, ast.Name)]
+        return names + [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
     assert isinstance(node, ast.FunctionDef)
     return [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
 
@@ -37,7 +35,8 @@ def main(root: Path) -> None:
     found = {}
     for one in (*drift.COMMON, *drift.CPU, *drift.CUDA, *drift.ROCM):
         source = (root / Path(*one.module.split("."))).with_suffix(".py").read_text()
-        found[f"{one.module}:{one.name}"] = names(find(ast.parse(source), one.name.split(".")))
+        seen = names(find(ast.parse(source), one.name.split(".")))
+        found[f"{one.module}:{one.name}"] = [name for name in seen if not one.fields or name in one.fields]
     print(json.dumps(found, indent=2))
 
 

@@ -12,6 +12,8 @@ import pytest
 from dsv4_vllm import drift
 from dsv4_vllm.drift import DriftError, Touched
 
+from dsv4core.api import DSV4Error
+
 RECORDED: dict[str, list[str]] = json.loads(
     (Path(__file__).parent / "recorded" / "signatures.json").read_text()
 )
@@ -78,5 +80,5 @@ def test_drift_is_met_only_by_those_who_ask(vllm: None, config: Any, monkeypatch
     monkeypatch.setattr(sparse.DeepseekV4CPUAttention, "forward_mqa", lambda self, q, positions: None)
     make_layer = import_module("vllm.models.deepseek_v4.cpu.model").make_layer
     make_layer(config(), "model.layers.0.attn")
-    with pytest.raises(DriftError, match="forward_mqa takes"):
+    with pytest.raises(DSV4Error, match="forward_mqa takes"):
         make_layer(config({"backend": "reference"}), "model.layers.0.attn")

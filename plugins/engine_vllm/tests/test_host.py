@@ -10,6 +10,7 @@ import pytest
 import torch
 from graph_mode import GraphMode
 
+from dsv4core import __version__
 from dsv4core.api import ConfigError, DSV4Error
 
 REFERENCE = {"backend": "reference"}
@@ -29,6 +30,7 @@ def ranks(vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
             found[:] = [own, change(*own)]
 
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        monkeypatch.setattr(torch.distributed, "monitored_barrier", lambda *how, **more: None)
 
     return answer
 
@@ -49,11 +51,42 @@ def test_a_rank_that_selects_differently(ranks: Any, config: Any) -> None:
     ranks(lambda verdict, summary: (verdict, {**summary, "version": "9.9"}))
     with pytest.raises(ConfigError) as caught:
         make_layer(config(REFERENCE))
-    text = str(caught.value)
-    assert text.startswith(
-        "Rank 1 of 2 selected {'backend': 'reference', 'distribution': 'dsv4core', 'version': '9.9'"
+    assert str(caught.value) == (
+        f"Rank 1 of 2 has version=9.9, and rank 0 has {__version__}; install the same packages everywhere."
     )
-    assert text.endswith("install the same packages everywhere.")
+
+
+def test_a_rank_whose_caches_differ(ranks: Any, config: Any) -> None:
+    ranks(lambda verdict, summary: (verdict, {**summary, "cache.window": "fnuz"}))
+    with pytest.raises(ConfigError, match=r"Rank 1 of 2 has cache\.window=fnuz, and rank 0 has KVC"):
+        make_layer(config(REFERENCE))
+
+
+def test_a_rank_that_never_comes(ranks: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks(lambda verdict, summary: (verdict, summary))
+
+    def barrier(*how: object, **more: object) -> None:
+        raise RuntimeError("Rank 1 failed to pass monitoredBarrier in 120000 ms")
+
+    monkeypatch.setattr(torch.distributed, "monitored_barrier", barrier)
+    with pytest.raises(ConfigError) as caught:
+        make_layer(config(REFERENCE))
+    assert str(caught.value) == (
+        "A rank did not answer within 120 s (RuntimeError: Rank 1 failed to pass monitoredBarrier in 120000 "
+        "ms); install dsv4-vllm on every machine, and name dsv4 wherever VLLM_PLUGINS is set."
+    )
+
+
+def test_drift_on_one_rank_reaches_the_others(
+    ranks: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    ranks(lambda verdict, summary: (told.append(verdict) or verdict, summary))
+    sparse = import_module("vllm.models.deepseek_v4.cpu.cpu_sparse")
+    monkeypatch.setattr(sparse.DeepseekV4CPUAttention, "forward_mqa", lambda self, q: None)
+    with pytest.raises(DSV4Error, match="forward_mqa takes"):
+        make_layer(config(REFERENCE))
+    assert "forward_mqa takes (self, q)" in told[0]
 
 
 def test_a_rank_that_cannot(ranks: Any, config: Any) -> None:

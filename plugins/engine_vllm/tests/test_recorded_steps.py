@@ -234,13 +234,38 @@ def test_prepared_weights_are_reported(layers: dict[int, Any], caplog: pytest.Lo
     for _ in range(2):
         layers[0]._dsv4_host.report_weights()
     reports = [text for text in caplog.messages if "prepared" in text]
-    assert reports == [f"dsv4: {len(STEPS)} layers built; the backend prepared 0 bytes of weights."]
+    count = len(STEPS)
+    assert reports == [f"dsv4: layers built: {count}; weights that the backend prepared: 0 bytes."]
+
+
+SIZES = [({"prepared_bytes": 3_000_000}, "12,000,000 bytes"), ({}, "not told")]
+
+
+@pytest.mark.parametrize(("facts", "text"), SIZES)
+def test_sizes_of_prepared_weights(
+    layers: dict[int, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    facts: dict[str, int],
+    text: str,
+) -> None:
+    from dsv4core.framework.binding import BoundLayer
+
+    monkeypatch.setattr(BoundLayer, "describe", lambda self: facts)
+    caplog.set_level("INFO", logger="vllm.dsv4")
+    for layer in layers.values():
+        layer.process_weights_after_loading(torch.bfloat16)
+    layers[0]._dsv4_host.report_weights()
+    assert (
+        caplog.messages[-1]
+        == f"dsv4: layers built: {len(layers)}; weights that the backend prepared: {text}."
+    )
 
 
 def test_roc_ms_output_is_rotated_back_where_its_projection_does_not(layers: dict[int, Any]) -> None:
     from vllm.forward_context import set_forward_context
 
-    from dsv4core.model.rope import rope_table, rotate_back
+    from dsv4core.model.rope import rope_table, rotate
 
     line = next(line for line in STEPS[0] if line["window"]["num_prefills"] == 0)
     layer = layers[0]
@@ -256,8 +281,8 @@ def test_roc_ms_output_is_rotated_back_where_its_projection_does_not(layers: dic
         set_forward_context(metadata(line))
         outputs.append(torch.empty_like(q))
         layer.forward_mqa(q, q, positions, outputs[-1])
-    expected = rotate_back(outputs[0].float(), positions, layer.rotary_emb.cos_sin_cache)
-    torch.testing.assert_close(outputs[1].float(), expected, atol=2e-2, rtol=2e-2)
+    forward = rotate(outputs[1].float(), positions, layer.rotary_emb.cos_sin_cache)
+    torch.testing.assert_close(forward, outputs[0].float(), atol=2e-2, rtol=2e-2)
     assert not torch.equal(outputs[0], outputs[1])
 
 
@@ -318,22 +343,33 @@ def test_weights_are_prepared_when_vllm_prepares_its_own(layers: dict[int, Any])
     bound = layer._bound
     assert bound is not None
     layer.process_weights_after_loading(torch.bfloat16)
-    assert layer._bound is bound
+    assert layer._bound is not bound, "vLLM has loaded other weights"
 
 
-def test_pages_of_another_size_are_refused(layers: dict[int, Any]) -> None:
+PAGES = [
+    (
+        "context",
+        "vLLM's pages stand for 512 tokens, and the backend was asked about 256; set block_size=256.",
+    ),
+    (
+        "window",
+        "vLLM's window pages have 512 rows, and the backend was asked about 64; this version of vLLM is not "
+        "served.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cache", "text"), PAGES)
+def test_pages_of_another_size_are_refused(layers: dict[int, Any], cache: str, text: str) -> None:
     from vllm.forward_context import set_forward_context
 
-    from dsv4core.api import ConfigError
+    from dsv4core.api import DSV4Error
 
     line = STEPS[1][0]
     found = metadata(line)
-    found[line["prefix"]].block_size = 512
+    found[line["prefix"] if cache == "context" else "model.layers.1.attn.swa_cache"].block_size = 512
     set_forward_context(found)
     q = torch.ones(line["q"], dtype=torch.bfloat16)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(DSV4Error) as caught:
         layers[1].forward_mqa(q, q, tensor(line["positions"], torch.int64), q)
-    assert str(caught.value) == (
-        "vLLM's pages have 64 window rows and stand for 512 tokens, and the backend was asked about 64 and "
-        "256; set block_size=256."
-    )
+    assert str(caught.value) == text

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from dsv4_vllm.drift import DriftError
 from graph_mode import GraphMode
 
@@ -97,7 +98,7 @@ MISTAKES = [
     (
         {"backend": "flashmla"},
         "backend=flashmla cannot run this request: [package-missing] Backend 'flashmla' is not installed. "
-        "Run `pip install dsv4-plugin-flashmla`. What could run here, if you name it: reference.",
+        "Run `pip install dsv4-plugin-flashmla`. What could run here, if you name it: ",
     ),
 ]
 
@@ -106,7 +107,8 @@ MISTAKES = [
 def test_mistakes_end_in_one_line(vllm: None, config: Any, given: object, text: str) -> None:
     with pytest.raises(DSV4Error) as caught:
         make_layer("cpu", config(given))
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(text)  # what else is installed is named behind it
+    assert "\n" not in str(caught.value)
 
 
 def test_a_cache_that_vllm_does_not_write(vllm: None, config: Any) -> None:
@@ -180,12 +182,15 @@ def test_a_class_that_writes_plain_rows_is_refused(
     )
 
 
-PLANS = [("q_dtype", "float8_e4m3fn"), ("output", OutputSpec(inverse_rotated=True))]
+PLANS = [
+    ("q_dtype", "float8_e4m3fn", "wants q of another dtype than vLLM's bfloat16"),
+    ("output", OutputSpec(inverse_rotated=True), "rotates its output back, and so does vLLM"),
+]
 
 
-@pytest.mark.parametrize(("field", "value"), PLANS)
+@pytest.mark.parametrize(("field", "value", "text"), PLANS)
 def test_plans_that_vllm_cannot_follow(
-    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch, field: str, value: object
+    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch, field: str, value: object, text: str
 ) -> None:
     from dsv4_vllm import choice
 
@@ -199,10 +204,58 @@ def test_plans_that_vllm_cannot_follow(
     monkeypatch.setattr(choice, "select", select)
     with pytest.raises(ConfigError) as caught:
         make_layer("cpu", config(REFERENCE))
+    assert str(caught.value) == f"backend=reference {text}; choose another one."
+
+
+def test_codes_of_another_flavour_are_refused(
+    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = import_module("vllm.platforms").current_platform
+    monkeypatch.setattr(type(platform), "fp8_dtype", classmethod(lambda cls: torch.float8_e4m3fnuz))
+    with pytest.raises(ConfigError) as caught:
+        make_layer("amd", config(REFERENCE))
     assert str(caught.value) == (
-        "backend=reference wants q of another dtype than bfloat16, or rotates its output back as vLLM does; "
+        "backend=reference reads a window cache of e4m3fn codes, and vLLM writes e4m3fnuz on this machine; "
         "choose another one."
     )
+
+
+def test_auto_that_finds_nothing_says_so_in_one_line(
+    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4_vllm import choice
+
+    select = choice.select
+    monkeypatch.setattr(choice, "select", lambda request: select(request, order={"cpu": ["flashmla"]}))
+    with pytest.raises(ConfigError) as caught:
+        make_layer("cpu", config({"backend": "auto"}))
+    text = str(caught.value)
+    assert text.startswith(
+        'additional_config["dsv4"]["backend"]="auto" found none that can run this (flashmla: [pack'
+    )
+    assert text.endswith("; name one.")
+    assert "\n" not in text
+
+
+def test_deepseek_v41_is_no_silent_default(vllm: None, config: Any) -> None:
+    attention = import_module("vllm.models.deepseek_v41.attention")
+    attention.DeepseekV4Attention(config(), "model.layers.0.attn")
+    with pytest.raises(DriftError, match=r"vLLM made a layer of vllm\.models\.deepseek_v41"):
+        attention.DeepseekV4Attention(config(REFERENCE), "model.layers.0.attn")
+
+
+def test_pages_are_checked_when_vllm_has_settled_them(vllm: None, config: Any) -> None:
+    vllm_config = config(REFERENCE)
+    layer = make_layer("cpu", vllm_config)
+    assert layer.get_kv_cache_spec(vllm_config) is None
+    layer.compressor = object()
+    with pytest.raises(ConfigError) as caught:
+        layer.get_kv_cache_spec(vllm_config)
+    assert str(caught.value) == (
+        "vLLM's pages stand for 16 tokens, and the backend was asked about 256; set block_size=256."
+    )
+    vllm_config.cache_config.block_size = 256
+    assert layer.get_kv_cache_spec(vllm_config).block_size == 256
 
 
 def test_the_users_block_size_is_taken(vllm: None, config: Any) -> None:
@@ -214,8 +267,8 @@ def test_the_choice_is_logged_by_kind(vllm: None, config: Any, caplog: pytest.Lo
     caplog.set_level("INFO", logger="vllm.dsv4")
     make_layer("cpu", config(REFERENCE))
     assert [text.split(" (")[0] for text in caplog.messages] == [
-        "dsv4: 1 layers of kind swa run on reference",
-        "dsv4: 2 layers of kind c4a run on reference",
-        "dsv4: 1 layers of kind c128a run on reference",
+        "dsv4: 1 layer of kind swa on reference",
+        "dsv4: 2 layers of kind c4a on reference",
+        "dsv4: 1 layer of kind c128a on reference",
     ]
     assert caplog.messages[0].endswith("variant torch: as asked.")

@@ -50,7 +50,10 @@ def serve(arguments: argparse.Namespace) -> dict[str, Any]:
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     made = [output.outputs[0] for output in outputs]
+    from dsv4_vllm_job import standins
+
     return {
+        "standins": len(standins.installed),
         "lengths": lengths,
         "tokens": [list(output.token_ids) for output in made],
         "margins": [[margin(step) for step in output.logprobs] for output in made],

@@ -8,19 +8,26 @@ in all of them; the log says so.
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dsv4_vllm_job.checkpoint import write_checkpoint
 
-from dsv4core.testing.tolerances import LAYER_OUTPUT
+from dsv4core.testing.tolerances import ATTENTION
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; run `make test-vllm`"),
+]
 
 SERVE = Path(__file__).parent / "serve.py"
 OURS = {"dsv4": {"backend": "reference"}}
@@ -40,30 +47,50 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def serve(checkpoint: Path, config: dict[str, Any], *words: str, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, str(SERVE), str(checkpoint), json.dumps(config), *words]
-    done = subprocess.run(
+def run(command: list[str], folder: Path, seconds: int, environment: dict[str, str]) -> tuple[int, str]:
+    """Run a server; its workers end with it, also where it hangs."""
+    process = subprocess.Popen(
         command,
         env={**os.environ, **environment},
-        cwd=checkpoint,
-        capture_output=True,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=1800,
+        start_new_session=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def serve(checkpoint: Path, config: dict[str, Any], *words: str, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, str(SERVE), str(checkpoint), json.dumps(config), *words]
+    code, output = run(command, checkpoint, 1800, environment)
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    assert code == 0, output[-4000:]
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
     return result
 
 
 def layer_errors(path: Path, ranks: int) -> dict[int, float]:
-    """The largest relative error of a layer's output by compression ratio, over steps, layers and ranks."""
-    worst: dict[int, float] = defaultdict(float)
+    """The largest relative error of a token's head by compression ratio, over steps, layers and ranks."""
+    found: dict[int, list[float]] = defaultdict(list)
     for rank in range(ranks):
-        for line in Path(f"{path}.{rank}").read_text().splitlines():
-            found = json.loads(line)
-            worst[found["ratio"]] = max(worst[found["ratio"]], found["rel_err"])
-    return dict(worst)
+        for line in map(json.loads, Path(f"{path}.{rank}").read_text().splitlines()):
+            found[line["ratio"]].append(line["error"])
+    assert all(math.isfinite(error) for errors in found.values() for error in errors)
+    return {ratio: max(errors) for ratio, errors in found.items()}
+
+
+def compared_tokens(made: list[int], expected: list[int], margins: list[float]) -> tuple[int, float | None]:
+    """How many tokens are equal from the first on, and the margin of the one that is not."""
+    for number, (one, other) in enumerate(zip(made, expected, strict=True)):
+        if one != other:
+            return number, margins[number]
+    return len(made), None
 
 
 def batches(path: Path) -> set[tuple[bool, bool]]:
@@ -79,25 +106,22 @@ def test_beside_vllms_own_attention(checkpoint: Path, tmp_path: Path, words: tup
     serve(checkpoint, OURS, *words, DSV4_JOB_SHADOW=str(shadow))
     ours, own = (serve(checkpoint, config, *words) for config in (OURS, {}))
     errors = layer_errors(shadow, ranks=2 if "--tensor-parallel" in words else 1)
-    print(f"\nrelative error by ratio {errors}")
+    print(f"\nkernels of vLLM that plain torch stands in for: {ours['standins']}")
+    print(f"largest relative error of a token's head by ratio: {errors}")
     print(f"tokens/s: {ours['tokens_per_second']:.1f}, vLLM's own {own['tokens_per_second']:.1f}")
     assert set(errors) == {1, 4, 128}
     assert batches(shadow) == {(False, True), (True, True), (True, False)}, (
         "chunks and mixed batches did not occur"
     )
-    assert max(errors.values()) <= LAYER_OUTPUT["fp8_ds_mla"]
+    assert max(errors.values()) <= ATTENTION["bfloat16"], "both read the same bytes"
     if "--prefix-caching" in words:
         assert max(ours["cached"]) >= 256
-    for made, expected, margins in zip(ours["tokens"], own["tokens"], own["margins"], strict=True):
-        split = next(
-            (n for n, pair in enumerate(zip(made, expected, strict=True)) if pair[0] != pair[1]), None
-        )
-        print(
-            f"tokens equal: {len(made)}"
-            if split is None
-            else f"tokens equal: {split}, margin {margins[split]:.3f}"
-        )
-        assert split is None or margins[split] <= MARGIN, (made, expected, margins)
+    compared = [
+        compared_tokens(*three) for three in zip(ours["tokens"], own["tokens"], own["margins"], strict=True)
+    ]
+    print("equal tokens, and the margin of the first other one:", compared)
+    assert all(margin is None or margin <= MARGIN for _, margin in compared)
+    assert sum(count for count, _ in compared) >= 16, "so few tokens prove little"
 
 
 MISTAKES = [
@@ -115,18 +139,21 @@ def test_a_mistake_ends_the_server_with_its_reason(
     checkpoint: Path, config: dict[str, Any], text: str, ranks: str
 ) -> None:
     command = [sys.executable, str(SERVE), str(checkpoint), json.dumps(config), "--tensor-parallel", ranks]
-    done = subprocess.run(command, cwd=checkpoint, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    assert text in done.stdout + done.stderr
+    code, output = run(command, checkpoint, 300, {})
+    assert code != 0
+    assert any(text in line for line in output.splitlines())
 
 
 def test_a_rank_that_lacks_the_backend_ends_all_of_them(checkpoint: Path) -> None:
     command = [sys.executable, str(SERVE), str(checkpoint), json.dumps(OURS), "--tensor-parallel", "2"]
-    environment = {**os.environ, "DSV4_JOB_UNEVEN": "reference"}
-    done = subprocess.run(
-        command, env=environment, cwd=checkpoint, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode != 0
-    text = done.stdout + done.stderr
-    assert "Rank 1 of 2: backend=reference cannot run this request" in text
-    assert "DSV4_DISABLE" in text
+    code, output = run(command, checkpoint, 300, {"DSV4_JOB_UNEVEN": "reference"})
+    assert code != 0
+    refusal = "Rank 1 of 2: backend=reference cannot run this request"
+    assert any(refusal in line and "DSV4_DISABLE" in line for line in output.splitlines())
+
+
+def test_a_rank_without_the_adapter_is_not_waited_for(checkpoint: Path) -> None:
+    command = [sys.executable, str(SERVE), str(checkpoint), json.dumps(OURS), "--tensor-parallel", "2"]
+    code, output = run(command, checkpoint, 300, {"DSV4_JOB_LONE": "5"})
+    assert code != 0
+    assert any("A rank did not answer within 5 s" in line for line in output.splitlines())

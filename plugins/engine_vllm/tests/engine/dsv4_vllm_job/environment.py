@@ -23,7 +23,7 @@ def register() -> None:
         from dsv4_vllm_job import record
 
         record.install(os.environ["DSV4_JOB_RECORD"])
-    if os.environ.get("DSV4_JOB_UNEVEN"):
+    if os.environ.get("DSV4_JOB_UNEVEN") or os.environ.get("DSV4_JOB_LONE"):
         from dsv4_vllm_job import uneven
 
-        uneven.install(os.environ["DSV4_JOB_UNEVEN"])
+        uneven.install(os.environ.get("DSV4_JOB_UNEVEN", ""), os.environ.get("DSV4_JOB_LONE", ""))

@@ -18,6 +18,8 @@ from dsv4core.model.shapes import PRESETS
 logger = logging.getLogger("vllm.dsv4_job")
 FORMATS = cache_layout(PRESETS["v4_flash"], "fp8_ds_mla", "fp8")
 LARGEST = 448.0  # of e4m3
+installed: list[str] = []
+"""Kernels that plain torch stands in for in this process."""
 
 
 def install() -> None:
@@ -28,6 +30,7 @@ def install() -> None:
     missing = [name for name in KERNELS if not hasattr(torch.ops._C, name)]
     if not missing or getattr(CpuPlatform, "_dsv4_job", False):
         return
+    installed.extend(missing)
     for name in missing:
         setattr(torch.ops._C, name, KERNELS[name])
     check = CpuPlatform.check_and_update_config.__func__

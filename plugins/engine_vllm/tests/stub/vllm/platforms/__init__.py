@@ -1,5 +1,5 @@
 """The platform."""
 
-from types import SimpleNamespace
+from vllm.platforms.interface import Platform
 
-current_platform = SimpleNamespace(is_cpu=lambda: True)
+current_platform = Platform()

@@ -26,6 +26,12 @@ class DeepseekV4Attention:
         """Heads of q."""
         raise NotImplementedError
 
+    def get_kv_cache_spec(self, vllm_config):
+        """Its pages, where it has entries."""
+        if self.compressor is None:
+            return None
+        return SimpleNamespace(block_size=vllm_config.cache_config.block_size)
+
     def forward_mqa(self, q, kv, positions, output):
         """Attend."""
         raise NotImplementedError

@@ -11,6 +11,10 @@ class DeepseekV4CPUAttention(DeepseekV4Attention):
         """No padding."""
         return num_heads
 
+    def process_weights_after_loading(self, act_dtype):
+        """Keep what it was called with."""
+        self.prepared_for = act_dtype
+
     def forward_mqa(self, q, kv, positions, output):
         """Say who was asked."""
         raise AssertionError("vLLM's own attention ran")

@@ -1,0 +1,1 @@
+"""A stand-in for vLLM: what dsv4-vllm touches of it, and no more."""
