@@ -14,6 +14,12 @@ from dsv4core.framework.platform import machine_named
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES
 
 DTYPES = ("bfloat16", "float32")
+BENCH_VALUES = {
+    "op": ("plan_step", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj", "layer"),
+    "phase": ("decode", "prefill", "mixed"),
+    "kind": ("swa", "c4a", "c128a"),
+}
+"""What lists of `bench` may name."""
 
 
 def key(text: str, default: Any, *choices: str) -> Any:
@@ -119,6 +125,38 @@ class RequestOptions:
 
 
 @dataclass
+class BenchOptions:
+    """What `dsv4 bench` measures: every combination of the lists.
+
+    Raises:
+        ConfigError: A list is empty, or a value of it is not known.
+    """
+
+    op: list[str] = key("operations", lambda: ["forward_mqa", "layer"])
+    phase: list[str] = key("decode, prefill, mixed", lambda: ["decode"])
+    kind: list[str] = key("layer kinds", lambda: ["c4a"])
+    tokens: list[int] = key("query tokens of a step: requests, where they decode", lambda: [1, 8])
+    context: list[int] = key("tokens of each request", lambda: [4096])
+    mode: str = key("graph where it can be captured, or not at all", "auto", "auto", "graph", "eager")
+    peers: list[str] = key("measured beside: torch, flashmla, deepgemm", list)
+    out: str | None = key("file of JSON lines that keeps the rows; null: none", None)
+    plot: str | None = key("folder for plots; null: none", None)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        _check_choices(self, "bench.")
+        for name, known in BENCH_VALUES.items():
+            values = getattr(self, name)
+            unknown = [value for value in values if value not in known]
+            if unknown or not values:
+                found = unknown[0] if unknown else "nothing"
+                raise ConfigError(f"bench.{name} names {found}; use some of {', '.join(known)}.")
+        for name in ("tokens", "context"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ConfigError(f"bench.{name}={getattr(self, name)} cannot be; give numbers from 1 on.")
+
+
+@dataclass
 class DSV4Config:
     """The root of the configuration: each field is a key, and its help text says what it is.
 
@@ -144,6 +182,7 @@ class DSV4Config:
     json: bool = key("print JSON", False)
     plugins: PluginsOptions = field(default_factory=PluginsOptions)
     request: RequestOptions = field(default_factory=RequestOptions)
+    bench: BenchOptions = field(default_factory=BenchOptions)
 
     def __post_init__(self) -> None:
         """Refuse values that no run could use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CONF = Path(__file__).parent / "conf"
-PRESET_GROUPS = ("model", "workload")
+PRESET_GROUPS = ("model", "workload", "bench")
 
 
 def presets(group: str) -> list[str]:

@@ -22,6 +22,7 @@ dsv4: the attention layer of DeepSeek-V4 on any accelerator
   dsv4 run [key=value ...] [--prompt TEXT] [--json]   run a checkpoint's attention layers
   dsv4 explain [key=value ...] [--json]               which backend would run here, and why
   dsv4 plugins [--json]                               which backends there are
+  dsv4 bench [key=value ...] [--json]                 how fast operations and layers are
   dsv4 new NAME                                       begin a backend of your own
   dsv4 check NAME [--only TEXT] [--quick] [--json]    whether a backend does what it has to
 
@@ -32,6 +33,7 @@ Examples
   dsv4 explain backend=flashmla model=v4_flash kv_cache_dtype=fp8
   dsv4 explain request.arch=sm_100 request.tensor_parallel=4
   dsv4 check reference --quick
+  dsv4 bench backend=reference bench.peers=[torch] bench.tokens=[1,64] bench.plot=plots
 """
 
 AFTERWORD = """
@@ -47,10 +49,11 @@ Completion in bash, zsh or fish
 def print_help() -> None:
     """Print commands, examples, keys, and the installed backends with their options."""
     backends, config = _backend_rows(), DSV4Config()
-    keys = _rows(config, "", without=("backend.", "model.", "request."))
+    keys = _rows(config, "", without=("backend.", "model.", "request.", "bench."))
     show(USAGE, "Keys", _table([*_group_rows(config), *keys]))
     show("\nKeys of dsv4 explain: what another machine or an engine would ask")
-    show(_table(_rows(config.request, "request.")), "\nBackends", _table(backends), AFTERWORD)
+    show(_table(_rows(config.request, "request.")), "\nKeys of dsv4 bench: every combination is measured")
+    show(_table(_rows(config.bench, "bench.")), "\nBackends", _table(backends), AFTERWORD)
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> Table:
@@ -66,8 +69,14 @@ def _group_rows(config: DSV4Config) -> list[tuple[str, str, str]]:
         "backend": "who computes: auto, or an installed backend's name",
         "model": "preset of the model's sizes, where no checkpoint gives them",
         "workload": "preset of prefill, decode and batch",
+        "bench": "preset of what dsv4 bench measures",
     }
-    defaults = {"backend": config.backend.name, "model": config.model.name, "workload": "quick"}
+    defaults = {
+        "backend": config.backend.name,
+        "model": config.model.name,
+        "workload": "quick",
+        "bench": "quick",
+    }
     return [
         (name, defaults[name], text + (f": {', '.join(presets(name))}" if name in PRESET_GROUPS else ""))
         for name, text in groups.items()

@@ -139,6 +139,12 @@ def _new(arguments: Arguments) -> int:
     return new(arguments.overrides)
 
 
+def _bench(arguments: Arguments) -> int:
+    from dsv4core.cli.bench import bench
+
+    return bench(arguments.overrides)
+
+
 @dataclass(frozen=True)
 class Command:
     """What `dsv4 NAME` runs, and the options that it takes."""
@@ -151,6 +157,7 @@ COMMANDS: Mapping[str, Command] = {
     "run": Command(_run, Accepted(texts=("--prompt",))),
     "explain": Command(_explain, Accepted()),
     "plugins": Command(_plugins, Accepted()),
+    "bench": Command(_bench, Accepted()),
     "new": Command(_new, Accepted()),
     "check": Command(_check, Accepted(texts=("--only",), flags=("--quick",))),
 }

@@ -70,5 +70,10 @@ def show_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=_plain), file=_results)
 
 
+def show_json_line(value: Any) -> None:
+    """Print data as one line, at once: somebody may be reading along."""
+    print(json.dumps(value, default=_plain), file=_results, flush=True)
+
+
 def _plain(value: object) -> object:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

@@ -59,7 +59,7 @@ def run(config: DSV4Config) -> int:
 
 
 def _measure(config: DSV4Config) -> Report:
-    device = _device(config.device)
+    device = torch_device(config.device)
     # All that can be refused is, before a checkpoint of random weights is written or a real one is read.
     shape = configured_shape(config)
     layers = _layer_numbers(config, shape)
@@ -196,7 +196,12 @@ def _checkpoint_directory(config: DSV4Config) -> Path:
     return directory
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The torch device that `device=` names.
+
+    Raises:
+        ConfigError: It is none, or this machine has none such.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -25,12 +25,12 @@ from dsv4core.framework.discovery import BackendRecord, discover
 from dsv4core.framework.known import absent_reason
 from dsv4core.framework.manager import isolated, load_backend, tolerable
 from dsv4core.framework.wording import one_line
-from dsv4core.hydra.overrides import check, chosen, declared_type, disabled, parse
+from dsv4core.hydra.overrides import check, chosen, declared_type, disabled, expand_sweeps, parse
 from dsv4core.presets import CONF
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["chosen_backend", "completion_script", "compose", "register_configs"]
+__all__ = ["chosen_backend", "completion_script", "compose", "expand_sweeps", "register_configs"]
 
 # Hydra 1.3 wants version_base; 1.4 warns about it, and about a config that is stored twice.
 _HYDRA_1_3 = hydra.__version__.startswith("1.3.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field
+from itertools import product
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -40,6 +41,27 @@ def parse(text: str) -> Override:
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} gives several values; give one, or a list as key=[a,b].")
     return override
+
+
+def expand_sweeps(texts: Sequence[str]) -> list[list[str]]:
+    """Every combination of the values that overrides give: `key=a,b`, `range(1,4)`, `choice(a,b)`.
+
+    Raises:
+        ConfigError: An override is malformed.
+    """
+    values: list[list[str]] = []
+    for text in texts:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            parse(text)  # says what is wrong with it
+            raise
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            values.append([text])
+    return [list(combination) for combination in product(*values)]
 
 
 def key_of(override: Override) -> str:

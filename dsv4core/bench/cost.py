@@ -1,0 +1,117 @@
+"""Bytes that have to move and operations that have to be done, whatever the kernel: hence the floor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dsv4core.api import KVCacheLayout, LayerSpec
+from dsv4core.api.kvcache import DTYPE_BYTES
+from dsv4core.bench.workload import Workload
+from dsv4core.model.tensors import QUANTISED, layer_tensors
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and floating-point operations of one call."""
+
+    bytes: int
+    flops: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device does at best, measured in the same run.
+
+    Attributes:
+        copy_gbps: Bandwidth of a copy, bytes read and written, in 1e9 bytes a second.
+        matmul_tflops: Rate of a large matrix product in the activation dtype, in 1e12 operations a second.
+    """
+
+    copy_gbps: float
+    matmul_tflops: float
+
+    def floor_us(self, cost: Cost) -> float:
+        """Microseconds that a call of this cost takes at least."""
+        return max(cost.bytes / self.copy_gbps / 1e3, cost.flops / self.matmul_tflops / 1e6)
+
+
+def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str) -> Mapping[str, Cost]:
+    """The cost of each operation.
+
+    Rows that several queries of a request attend count once where they have to be the same (the window, all
+    entries), and for each query where they are chosen. Weights count in their stored dtype: FP8 where a
+    checkpoint has FP8.
+    """
+    model, kind, tokens = spec.model, spec.kind, workload.tokens
+    size, heads, width = DTYPE_BYTES[dtype], spec.num_heads, model.head_dim
+    q = tokens * heads * width * size
+    attended, read = _attended(workload, spec)
+    rows = read["window"] * layout.window.bytes_per_token
+    rows += read["compressed"] * layout.compressed.bytes_per_token
+    low = spec.num_groups * model.o_lora_rank
+    weights = _weight_bytes(spec)
+    hidden = tokens * model.hidden_size * size
+    entries = tokens // kind.ratio if kind.ratio is not None else 0
+    found = {
+        "plan_step": Cost(4 * attended, 0),
+        "insert_kv": Cost(2 * q + tokens * (width * size + layout.window.bytes_per_token), 0),
+        "forward_mqa": Cost(2 * q + rows, 4 * attended * heads * width),
+        "o_proj": Cost(
+            q + hidden + weights["wo_a"] + weights["wo_b"],
+            2 * tokens * low * (heads * width // spec.num_groups + model.hidden_size),
+        ),
+        "compress": Cost(0, 0),
+        "indexer": Cost(0, 0),
+    }
+    if kind.ratio is not None:
+        channels = 2 * kind.groups * width * 4
+        found["compress"] = Cost(2 * tokens * channels + entries * layout.compressed.bytes_per_token, 0)
+    if kind.select == "top_k":
+        visible = [kind.visible_entries(total) for total in workload.total]
+        keys = sum(visible) * layout.index.bytes_per_token
+        scored = sum(count * query for count, query in zip(visible, workload.query, strict=True))
+        index_q = tokens * model.index_n_heads * model.index_head_dim
+        work = 2 * scored * model.index_n_heads * model.index_head_dim
+        found["indexer"] = Cost(index_q * (size + 1) + keys, work)
+    tensors = layer_tensors(model, kind)
+    projected = {name: tensors[name] for name in tensors if name not in ("wo_a", "wo_b", "attn_sink")}
+    matrices = sum(math.prod(tensor.shape) for tensor in projected.values())
+    found["project"] = Cost(hidden + q + sum(weights[name] for name in projected), 2 * tokens * matrices)
+    whole = Cost(0, 0)
+    for name in ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj"):
+        whole += found[name]
+    return found | {"layer": whole}
+
+
+def _weight_bytes(spec: LayerSpec) -> dict[str, int]:
+    """Bytes of this rank's weights, as a checkpoint has them."""
+    ranks = spec.model.num_attention_heads // spec.num_heads
+    return {
+        name: math.prod(tensor.shape)
+        * (1 if tensor.dtypes == QUANTISED else 2)
+        // (1 if tensor.split is None else ranks)
+        for name, tensor in layer_tensors(spec.model, spec.kind).items()
+    }
+
+
+def _attended(workload: Workload, spec: LayerSpec) -> tuple[int, dict[str, int]]:
+    """Pairs of query and row over the step; and rows that have to be read of each pool."""
+    model, kind = spec.model, spec.kind
+    pairs, window, compressed = 0, 0, 0
+    for query, total in zip(workload.query, workload.total, strict=True):
+        lengths = range(total - query + 1, total + 1)
+        seen = [min(model.sliding_window, length) for length in lengths]
+        window += min(total, model.sliding_window + query - 1)
+        chosen = [kind.visible_entries(length) for length in lengths]
+        if kind.select == "top_k":
+            chosen = [min(model.index_topk, count) for count in chosen]
+            compressed += min(sum(chosen), kind.visible_entries(total))
+        else:
+            compressed += max(chosen)
+        pairs += sum(seen) + sum(chosen)
+    return pairs, {"window": window, "compressed": compressed}

@@ -1,0 +1,220 @@
+"""Inputs of a measurement: pools larger than the device's cache, and steps that read other pages of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsv4core.api import (
+    CacheTable,
+    HostLengths,
+    KVCacheFormat,
+    LayerCaches,
+    LayerSpec,
+    LayerWeights,
+    Step,
+    Weight,
+)
+from dsv4core.bench.timing import cache_bytes
+from dsv4core.bench.workload import Workload
+from dsv4core.framework.binding import BoundKind, BoundLayer, bind_kind, bind_layer
+from dsv4core.framework.selection import Selection
+from dsv4core.kvcache import KVCache, allocate_cache
+from dsv4core.model.blocks import quantize_block
+from dsv4core.model.rope import rope_table
+from dsv4core.model.shapes import layer_spec
+from dsv4core.model.tensors import QUANTISED, layer_tensors
+
+MOST_ROTATIONS = 160
+ROWS = 4096
+"""Different rows that fill a pool."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What one call gets; the next one gets other tables, queries and choices.
+
+    Attributes:
+        step: The step, planned by `kind`.
+        kind: The backend's shared state.
+        q: `[tokens, padded heads, head_dim]`.
+        selected: `[tokens, index_topk]` int32, or None.
+        hidden: `[tokens, hidden_size]`.
+    """
+
+    step: Step
+    kind: BoundKind
+    q: torch.Tensor
+    selected: torch.Tensor | None
+    hidden: torch.Tensor
+
+
+class Inputs:
+    """One layer kind on one backend."""
+
+    def __init__(self, selection: Selection, workload: Workload, device: torch.device) -> None:
+        """Make pools and steps.
+
+        Args:
+            selection: A selection for the workload's limits.
+            workload: What is measured.
+            device: Where.
+        """
+        self.selection, self.workload, self.device = selection, workload, device
+        request = selection.request
+        self.dtype = getattr(torch, request.dtype)
+        index = request.model.layer_kinds.index(workload.kind)
+        self.spec = layer_spec(request.model, index, tp_size=request.tensor_parallel)
+        self.plan = selection.plans[workload.kind.name]
+        self.sizes = request.page_sizes
+        self.random = torch.Generator(device).manual_seed(0)
+        self._cache = cache_bytes(device)
+        self.caches = self._caches()
+        self.rope = rope_table(
+            request.model.rope_of(workload.kind),
+            request.model.qk_rope_head_dim,
+            max(workload.total),
+            device,
+        )
+        self.turns = [self._turn() for _ in range(self._rotations())]
+
+    def layers(self, count: int) -> list[tuple[BoundLayer, LayerWeights]]:
+        """Layers with random weights, so many that they do not stay in the device's cache."""
+        made = [random_weights(self.spec, self.rope, self.device) for _ in range(count)]
+        return [(bind_layer(self.selection, self.spec, weights, self.device), weights) for weights in made]
+
+    def _rotations(self) -> int:
+        """Turns until the cache holds nothing of the first one, as far as that is many."""
+        width, spec = self.workload.width(self.spec.model), self.spec
+        row = max(self.selection.layout.window.bytes_per_token, 1)
+        touched = self.workload.tokens * (width * row + 4 * spec.num_heads * spec.model.head_dim)
+        most = MOST_ROTATIONS if self.device.type == "cuda" else 8  # a graph holds them all, a loop need not
+        return max(2, min(most, -(-2 * self._cache // touched)))
+
+    def _caches(self) -> LayerCaches:
+        layout, kind, model = self.selection.layout, self.workload.kind, self.spec.model
+        caches = LayerCaches(self._pool(layout.window, self.sizes.window))
+        if kind.ratio is None:
+            return caches
+        rows, state = self.sizes.compressed_rows(kind), self.sizes.state_rows(kind)
+        caches = replace(
+            caches,
+            compressed=self._pool(layout.compressed, rows),
+            state=self._pool(layout.state.resized(kind.groups * model.head_dim), state),
+        )
+        if kind.select != "top_k":
+            return caches
+        width = kind.groups * model.index_head_dim
+        return replace(
+            caches,
+            index=self._pool(layout.index, rows),
+            index_state=self._pool(layout.state.resized(width), state),
+        )
+
+    def _pool(self, format: KVCacheFormat, rows: int) -> KVCache:
+        """A pool eight times as large as the device's cache, full of the same few thousand rows."""
+        pages = max(8 * self._cache // format.page_bytes(rows), 64)
+        cache = allocate_cache(format, pages, rows, self.device)
+        width = sum(part.width for part in format.parts if part.name != "scale")
+        first = min(pages, -(-ROWS // rows))
+        slots = torch.arange(first * rows, device=self.device)
+        cache.write(slots, torch.randn(slots.numel(), width, generator=self.random, device=self.device))
+        for region in cache.regions:
+            for page in range(first, pages, first):
+                count = min(first, pages - page)
+                region[page : page + count] = region[:count]
+        return cache
+
+    def _turn(self) -> Turn:
+        step, workload, spec = self._step(), self.workload, self.spec
+        kind = bind_kind(self.selection, workload.kind, self.device)
+        kind.prepare_step(step)
+        kind.plan_step(step)
+        q = self._normal(workload.tokens, spec.num_heads, spec.model.head_dim)
+        padding = self.plan.padded_q_heads - spec.num_heads
+        q = torch.nn.functional.pad(q, (0, 0, 0, padding)).to(getattr(torch, self.plan.q_dtype))
+        hidden = self._normal(workload.tokens, spec.model.hidden_size).to(self.dtype)
+        return Turn(step, kind, q, self._selected(step), hidden)
+
+    def _normal(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.random, device=self.device)
+
+    def _integers(self, below: int, *size: int) -> torch.Tensor:
+        return torch.randint(below, size, generator=self.random, device=self.device, dtype=torch.int32)
+
+    def _selected(self, step: Step) -> torch.Tensor | None:
+        kind, k = self.workload.kind, self.spec.model.index_topk
+        if kind.select != "top_k" or kind.ratio is None:
+            return None
+        visible = ((step.positions + 1) // kind.ratio)[:, None]
+        lane = torch.arange(k, device=self.device, dtype=torch.int32)
+        # Distinct up to chance; all of them where there are no more than k.
+        drawn = (torch.rand(step.num_tokens, k, generator=self.random, device=self.device) * visible).int()
+        return torch.where(visible > k, drawn, torch.where(lane < visible, lane, -1)).int()
+
+    def _step(self) -> Step:
+        workload, kind = self.workload, self.workload.kind
+        query = torch.tensor(workload.query, device=self.device)
+        total = torch.tensor(workload.total, device=self.device)
+        starts = torch.nn.functional.pad(query.cumsum(0), (1, 0))
+        requests = torch.repeat_interleave(torch.arange(len(workload.query), device=self.device), query)
+        tokens = torch.arange(workload.tokens, device=self.device)
+        positions = tokens - (starts[1:] - total)[requests]
+        window = self._table(self.caches.window, self.sizes.window, self.sizes.window, requests, positions)
+        compressed, state = {}, {}
+        if kind.ratio is not None and self.caches.compressed is not None and self.caches.state is not None:
+            rows, ratio = self.sizes.compressed_rows(kind), kind.ratio
+            entries = torch.where((positions + 1) % ratio == 0, positions // ratio, -1)
+            compressed[kind.name] = self._table(
+                self.caches.compressed, rows, self.sizes.context, requests, entries
+            )
+            rows = self.sizes.state_rows(kind)
+            state[kind.name] = self._table(self.caches.state, rows, rows, requests, positions)
+        return Step(
+            positions=positions,
+            token_to_request=requests.int(),
+            query_start_loc=starts.int(),
+            seq_lens=total.int(),
+            num_decode_requests=workload.decodes,
+            num_decode_tokens=workload.decodes,
+            window=window,
+            compressed=compressed,
+            state=state,
+            limits=self.selection.request.limits,
+            host_lengths=HostLengths(workload.query, workload.total),
+        )
+
+    def _table(
+        self,
+        cache: KVCache,
+        rows: int,
+        page_tokens: int,
+        requests: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> CacheTable:
+        """Random pages for everything, and the slots of the rows with these numbers, -1 for none."""
+        columns = -(-max(self.workload.total) // page_tokens)
+        table = self._integers(cache.num_pages, len(self.workload.query), columns)
+        known = numbers.clamp_min(0)
+        slots = table[requests, known // rows].long() * rows + known % rows
+        return CacheTable(table, torch.where(numbers < 0, -1, slots), rows)
+
+
+def random_weights(spec: LayerSpec, rope: torch.Tensor, device: torch.device) -> LayerWeights:
+    """One rank's weights, random, FP8 where a checkpoint has FP8, made on the device."""
+    ranks = spec.model.num_attention_heads // spec.num_heads
+    tensors = {}
+    for name, tensor in layer_tensors(spec.model, spec.kind).items():
+        size = list(tensor.shape)
+        if tensor.split is not None:
+            size[tensor.split] //= ranks
+        values = torch.randn(size, device=device)
+        if tensor.dtypes == QUANTISED:
+            tensors[name] = Weight(*quantize_block(values / size[1] ** 0.5), (128, 128))
+        elif name.endswith("norm"):
+            tensors[name] = Weight((1 + 0.1 * values).bfloat16())
+        else:
+            wide = name.endswith(("attn_sink", "ape"))
+            tensors[name] = Weight(values if wide else (values / size[-1] ** 0.5).bfloat16())
+    return LayerWeights(tensors, rope)

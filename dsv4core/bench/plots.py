@@ -1,0 +1,94 @@
+"""Plots of rows: time against batch, time against context, and the roofline. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dsv4core.api import ConfigError
+from dsv4core.bench.rows import Row
+
+
+def check_plots() -> None:
+    """Check that plots can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("Plots need matplotlib; run `pip install dsv4core[plot]`.")
+
+
+def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw all plots that the rows are enough for, as PNG.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, axis, other in (("batch", "tokens", "context"), ("context", "context", "tokens")):
+        for (op, phase, kind, fixed), group in _groups(rows, other).items():
+            if len({row.shape[axis] for row in group}) > 1:
+                file = folder / f"{op}-{phase}-{kind}-{other}{fixed}-by-{name}.png"
+                title = f"{op}, {phase}, {kind}, {other} {fixed:,}"
+                files.append(_lines(group, axis, title, file))
+    files.append(_roofline(rows, folder / "roofline.png"))
+    return files
+
+
+def _groups(rows: Sequence[Row], fixed: str) -> dict[tuple[str, str, str, int], list[Row]]:
+    groups: dict[tuple[str, str, str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.phase, row.kind, row.shape[fixed]), []).append(row)
+    return groups
+
+
+def _lines(rows: Sequence[Row], axis: str, title: str, file: Path) -> Path:
+    def draw(axes: Any) -> None:
+        for name in dict.fromkeys(_name(row) for row in rows):
+            own = sorted((row for row in rows if _name(row) == name), key=lambda row: row.shape[axis])
+            axes.plot([row.shape[axis] for row in own], [row.us for row in own], marker="o", label=name)
+        floor = sorted({(row.shape[axis], row.floor_us) for row in rows})
+        axes.plot(*zip(*floor, strict=True), color="grey", linestyle=":", label="floor")
+        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="µs", title=title)
+
+    return _figure(draw, file)
+
+
+def _roofline(rows: Sequence[Row], file: Path) -> Path:
+    ceilings = rows[0].ceilings
+
+    def draw(axes: Any) -> None:
+        for name in dict.fromkeys(_name(row) for row in rows):
+            own = [row for row in rows if _name(row) == name and row.gbps]
+            intensity = [row.tflops / row.gbps * 1e3 for row in own]
+            axes.scatter(intensity, [row.tflops for row in own], label=name, s=18)
+        ridge = ceilings["matmul_tflops"] / ceilings["copy_gbps"] * 1e3
+        points = [ridge / 1000, ridge, ridge * 30]
+        roof = [min(x * ceilings["copy_gbps"] / 1e3, ceilings["matmul_tflops"]) for x in points]
+        axes.plot(points, roof, color="grey", linestyle=":", label="ceilings of this run")
+        axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title="roofline")
+
+    return _figure(draw, file)
+
+
+def _name(row: Row) -> str:
+    return f"{row.backend}, {row.kv_format}"
+
+
+def _figure(draw: Callable[[Any], None], file: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    draw(axes)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+    return file

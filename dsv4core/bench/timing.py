@@ -1,0 +1,95 @@
+"""Times calls that touch other memory each time, and measures what the device does at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import torch
+
+from dsv4core.bench.cost import Ceilings
+
+Call = Callable[[], object]
+SECONDS = 0.3
+"""Measured of each row, at least."""
+
+
+def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> float:
+    """The median time of a call, over rounds of all of them.
+
+    Args:
+        calls: The same operation on different memory, so that caches hold nothing of it.
+        device: Where they run.
+        graph: Whether to capture a round in a graph and replay it.
+    """
+    for call in calls:
+        call()
+    if device.type != "cuda":
+        return _on_a_cpu(calls)
+    _synchronise(device)
+    run = _captured(calls) if graph else lambda: [call() for call in calls]
+    for _ in range(3):
+        run()
+    _synchronise(device)
+    times: list[float] = []
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    while len(times) < 5 or sum(times) < SECONDS * 1e3:
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times) / len(calls) * 1e3
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The bandwidth of a copy and the rate of a matrix product, here and now."""
+    gpu = device.type == "cuda"
+    source = torch.empty((1 << 30) if gpu else (1 << 27), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = microseconds([lambda: target.copy_(source)], device, graph=False)
+    size = 8192 if gpu else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = microseconds([lambda: a @ b], device, graph=False)
+    if not gpu:  # few processors multiply bf16, and operations then compute in fp32
+        wide = torch.randn(size, size)
+        product = min(product, microseconds([lambda: wide @ wide], device, graph=False))
+    return Ceilings(2 * source.nbytes / copy / 1e3, 2 * size**3 / product / 1e6)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the device's last cache."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return 32 << 20
+
+
+def _on_a_cpu(calls: Sequence[Call]) -> float:
+    times: list[float] = []
+    for call in cycle(calls):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+        if len(times) >= 5 and sum(times) >= SECONDS:
+            break
+    return statistics.median(times) * 1e6
+
+
+def _captured(calls: Sequence[Call]) -> Callable[[], object]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _synchronise(device: torch.device) -> None:
+    torch.cuda.synchronize(device)

@@ -1,0 +1,62 @@
+"""What is measured: a step of some requests on one layer kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits, ModelShape
+
+KINDS = {kind.name: kind for kind in (SWA, C4A, C128A)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step.
+
+    Attributes:
+        phase: `decode`: one query token a request; `prefill`: the last tokens of one request; `mixed`: half
+            of the query tokens are decodes, the others one prefill.
+        kind: The layer kind.
+        tokens: Query tokens.
+        context: Tokens of each request, this step's included.
+    """
+
+    phase: str
+    kind: LayerKind
+    tokens: int
+    context: int
+
+    @property
+    def query(self) -> tuple[int, ...]:
+        """Query tokens of each request, decodes first."""
+        decodes = {"decode": self.tokens, "prefill": 0, "mixed": self.tokens // 2}[self.phase]
+        rest = self.tokens - decodes
+        return (1,) * decodes + ((rest,) if rest else ())
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        """Tokens of each request; a prompt is no shorter than its chunk."""
+        return tuple(max(self.context, count) for count in self.query)
+
+    @property
+    def decodes(self) -> int:
+        """Requests that are decodes."""
+        return sum(self.phase != "prefill" and count == 1 for count in self.query)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a host that runs no larger step."""
+        return Limits(
+            max_tokens=self.tokens,
+            max_requests=len(self.query),
+            max_model_len=max(self.total),
+            max_query_len=max(self.query),
+        )
+
+    def width(self, model: ModelShape) -> int:
+        """Rows that the last query of a request attends: its window and its entries."""
+        length = max(self.total)
+        entries = self.kind.visible_entries(length)
+        if self.kind.select == "top_k":
+            entries = min(entries, model.index_topk)
+        return min(model.sliding_window, length) + entries
