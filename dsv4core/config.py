@@ -141,6 +141,7 @@ class BenchOptions:
     peers: list[str] = key("measured beside: torch, flashmla, deepgemm", list)
     out: str | None = key("file of JSON lines that keeps the rows; null: none", None)
     plot: str | None = key("folder for plots; null: none", None)
+    commit: str | None = key("commit that rows name; null: git is asked", None)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""

@@ -41,7 +41,7 @@ class Ceilings:
 
 
 def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str) -> Mapping[str, Cost]:
-    """The cost of each operation.
+    """The cost of each operation, and of parts that peers do alone: `o_proj.wo_a` and `indexer.logits`.
 
     Rows that several queries of a request attend count once where they have to be the same (the window, all
     entries), and for each query where they are chosen. Weights count in their stored dtype: FP8 where a
@@ -65,8 +65,13 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
             q + hidden + weights["wo_a"] + weights["wo_b"],
             2 * tokens * low * (heads * width // spec.num_groups + model.hidden_size),
         ),
+        "o_proj.wo_a": Cost(
+            tokens * (heads * width + low * size) + weights["wo_a"],
+            2 * tokens * low * heads * width // spec.num_groups,
+        ),
         "compress": Cost(0, 0),
         "indexer": Cost(0, 0),
+        "indexer.logits": Cost(0, 0),
     }
     if kind.ratio is not None:
         channels = 2 * kind.groups * width * 4
@@ -78,6 +83,7 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
         index_q = tokens * model.index_n_heads * model.index_head_dim
         work = 2 * scored * model.index_n_heads * model.index_head_dim
         found["indexer"] = Cost(index_q * (size + 1) + keys, work)
+        found["indexer.logits"] = Cost(index_q + keys + 4 * scored, work)
     tensors = layer_tensors(model, kind)
     projected = {name: tensors[name] for name in tensors if name not in ("wo_a", "wo_b", "attn_sink")}
     matrices = sum(math.prod(tensor.shape) for tensor in projected.values())

@@ -113,8 +113,13 @@ class Inputs:
         )
 
     def _pool(self, format: KVCacheFormat, rows: int) -> KVCache:
-        """A pool eight times as large as the device's cache, full of the same few thousand rows."""
-        pages = max(8 * self._cache // format.page_bytes(rows), 64)
+        """A pool much larger than the device's cache, full of the same few thousand rows.
+
+        Steps take pages of it at random. It holds a step's rows once, as far as that is not more than 4 GiB.
+        """
+        step = len(self.workload.query) * max(self.workload.total) * format.bytes_per_token
+        wanted = max(8 * self._cache, min(step // (self.workload.kind.ratio or 1), 1 << 32))
+        pages = max(wanted // format.page_bytes(rows), 64)
         cache = allocate_cache(format, pages, rows, self.device)
         width = sum(part.width for part in format.parts if part.name != "scale")
         first = min(pages, -(-ROWS // rows))

@@ -20,11 +20,13 @@ from dsv4core.bench.timing import Call
 from dsv4core.kvcache import KVCache
 from dsv4core.model.blocks import dequantize_block
 
-Maker = Callable[[Inputs], list[Call]]
+Maker = Callable[[Inputs], "list[Call] | None"]
 
 
-def peer_calls(name: str, operation: str, inputs: Inputs) -> list[Call] | None:
-    """One call a turn, or None where the peer has no such operation, or none for these inputs.
+def peer_calls(name: str, operation: str, inputs: Inputs) -> tuple[str, list[Call]] | None:
+    """The operation that the peer does, which may be a part of the asked one, and one call a turn.
+
+    None where the peer has no such operation, or none for these inputs.
 
     Raises:
         ConfigError: There is no such peer, or its package is not installed.
@@ -34,8 +36,11 @@ def peer_calls(name: str, operation: str, inputs: Inputs) -> list[Call] | None:
     package = PACKAGES[name]
     if find_spec(package) is None:
         raise ConfigError(f"The peer {name!r} needs the package {package}, which is not installed.")
-    maker = PEERS[name].get(operation)
-    return None if maker is None else maker(inputs)
+    if operation not in PEERS[name]:
+        return None
+    part, maker = PEERS[name][operation]
+    made = maker(inputs)
+    return None if made is None else (part, made)
 
 
 def peer_version(name: str) -> dict[str, str]:
@@ -129,7 +134,10 @@ def _torch_projection(inputs: Inputs) -> list[Call]:
 
 
 def _flashmla_attention(inputs: Inputs) -> list[Call] | None:
-    """FlashMLA's decode on packed rows, every query a row of its batch; its schedule is made in each call."""
+    """FlashMLA's decode on packed rows, every query a row of its batch.
+
+    Its schedule, which layers of a kind share in a step, is made by the first call: lengths do not change.
+    """
     import flash_mla
 
     heads, packed = inputs.spec.num_heads, inputs.selection.layout.window.name == "fp8_ds_mla"
@@ -153,8 +161,9 @@ def _flashmla_attention(inputs: Inputs) -> list[Call] | None:
                 "extra_topk_length": lengths[1],
             }
 
+        metadata, _ = flash_mla.get_mla_metadata()
+
         def call() -> object:
-            metadata, _ = flash_mla.get_mla_metadata()
             return flash_mla.flash_mla_with_kvcache(
                 q=q,
                 k_cache=cache,
@@ -233,8 +242,12 @@ def _deepgemm_index_logits(inputs: Inputs) -> list[Call] | None:
 
 
 PACKAGES = {"torch": "torch", "flashmla": "flash_mla", "deepgemm": "deep_gemm"}
-PEERS: Mapping[str, Mapping[str, Callable[[Inputs], list[Call] | None]]] = {
-    "torch": {"forward_mqa": _torch_attention, "o_proj": _torch_projection},
-    "flashmla": {"forward_mqa": _flashmla_attention},
-    "deepgemm": {"o_proj": _deepgemm_projection, "indexer": _deepgemm_index_logits},
+PEERS: Mapping[str, Mapping[str, tuple[str, Maker]]] = {
+    "torch": {"forward_mqa": ("forward_mqa", _torch_attention), "o_proj": ("o_proj", _torch_projection)},
+    "flashmla": {"forward_mqa": ("forward_mqa", _flashmla_attention)},
+    "deepgemm": {
+        "o_proj": ("o_proj.wo_a", _deepgemm_projection),
+        "indexer": ("indexer.logits", _deepgemm_index_logits),
+    },
 }
+"""What each peer does for an operation: the operation or a part of it, and what makes the calls."""

@@ -38,15 +38,16 @@ def bench(words: Sequence[str]) -> int:
     """
     configs = [compose(overrides) for overrides in expand_sweeps(words)]
     first = configs[0]
+    commit = first.bench.commit
     if first.bench.plot is not None:
         check_plots()
     device = torch_device(first.device)
     ceilings = measure_ceilings(device, getattr(torch, first.dtype))
     rows: list[Row] = []
     for row in _measured(configs, device, ceilings):
-        rows.append(row)
+        rows.append(row if commit is None else replace(row, commit=commit))
         if first.json:
-            show_json_line(asdict(row))
+            show_json_line(asdict(rows[-1]))
     if not rows:
         raise ConfigError("Nothing could be measured; the reasons are above.")
     if first.bench.out is not None:
@@ -123,9 +124,9 @@ def _rows(
             others = peer_calls(peer, operation, inputs)
             if others is not None:
                 captured = device.type == "cuda" and config.bench.mode != "eager"
-                yield _row(
-                    f"peer:{peer}", operation, inputs, others, captured, ceilings, {}, **peer_version(peer)
-                )
+                part, theirs = others
+                package = peer_version(peer)
+                yield _row(f"peer:{peer}", part, inputs, theirs, captured, ceilings, {}, **package)
 
 
 def _row(

@@ -227,7 +227,8 @@ def _agreed(decide: Callable[[], Choice]) -> Choice:
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    choice, verdict, facts = None, "", {}
+    choice, verdict = None, ""
+    facts: dict[str, Any] = {}
     try:
         choice = decide()
         facts = _facts(choice)
@@ -235,7 +236,7 @@ def _agreed(decide: Callable[[], Choice]) -> Choice:
         verdict = str(error)
     except Exception as error:
         verdict = f"Selecting a backend raised {one_line(error)}."
-    found: list[tuple[str, dict[str, str]]] = [(verdict, facts)] * group.world_size
+    found: list[tuple[str, dict[str, Any]]] = [(verdict, facts)] * group.world_size
     if group.world_size > 1:
         _meet(group)
         torch.distributed.all_gather_object(found, (verdict, facts), group=group.cpu_group)
@@ -254,14 +255,17 @@ def _agreed(decide: Callable[[], Choice]) -> Choice:
     return choice
 
 
-def _facts(choice: Choice) -> dict[str, str]:
+def _facts(choice: Choice) -> dict[str, Any]:
     """What all ranks have to have alike: the packages, the request, the caches, the plans."""
     chosen = choice.selection
-    facts = {name: str(value) for name, value in chosen.summary().items()}
-    facts["dsv4core"] = __version__
-    facts |= {f"request.{name}": str(value) for name, value in vars(chosen.request).items()}
-    facts |= {f"cache.{name}": str(value) for name, value in vars(chosen.layout).items()}
-    return facts | {f"plan.{name}": str(value) for name, value in chosen.plans.items()}
+    facts = {**chosen.summary(), "dsv4core": __version__}
+    for group, values in (
+        ("request", vars(chosen.request)),
+        ("cache", vars(chosen.layout)),
+        ("plan", chosen.plans),
+    ):
+        facts |= {f"{group}.{name}": value for name, value in values.items()}
+    return facts
 
 
 def _meet(group: Any) -> None:

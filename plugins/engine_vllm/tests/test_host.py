@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +31,23 @@ def ranks(vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(state, "get_tensor_model_parallel_world_size", lambda: 2)
 
         def gather(found: list[Any], own: Any, group: object) -> None:
-            found[:] = [own, change(*own)]
+            found[:] = [own, change(*from_another_process(own))]
 
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
         monkeypatch.setattr(torch.distributed, "monitored_barrier", lambda *how, **more: None)
 
     return answer
+
+
+def from_another_process(value: Any) -> Any:
+    """The same, with hashes of another seed: sets may come in another order."""
+    program = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps(pickle.load(sys.stdin.buffer)))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, input=pickle.dumps(value), env=environment, stdout=subprocess.PIPE, check=True
+    )
+    return pickle.loads(done.stdout)
 
 
 def make_layer(vllm_config: Any) -> Any:
