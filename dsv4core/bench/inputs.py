@@ -207,7 +207,7 @@ class Inputs:
 
 
 def random_weights(spec: LayerSpec, rope: torch.Tensor, device: torch.device) -> LayerWeights:
-    """One rank's weights, random, FP8 where a checkpoint has FP8, made on the device."""
+    """One rank's weights, random, FP8 where a checkpoint has FP8, made on the device; sinks are 0."""
     ranks = spec.model.num_attention_heads // spec.num_heads
     tensors = {}
     for name, tensor in layer_tensors(spec.model, spec.kind).items():
@@ -217,9 +217,12 @@ def random_weights(spec: LayerSpec, rope: torch.Tensor, device: torch.device) ->
         values = torch.randn(size, device=device)
         if tensor.dtypes == QUANTISED:
             tensors[name] = Weight(*quantize_block(values / size[1] ** 0.5), (128, 128))
+        elif name == "attn_sink":
+            tensors[name] = Weight(torch.zeros_like(values))
+        elif name.endswith("ape"):
+            tensors[name] = Weight(values)
         elif name.endswith("norm"):
             tensors[name] = Weight((1 + 0.1 * values).bfloat16())
         else:
-            wide = name.endswith(("attn_sink", "ape"))
-            tensors[name] = Weight(values if wide else (values / size[-1] ** 0.5).bfloat16())
+            tensors[name] = Weight((values / size[-1] ** 0.5).bfloat16())
     return LayerWeights(tensors, rope)

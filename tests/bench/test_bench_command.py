@@ -1,0 +1,201 @@
+"""`dsv4 bench` on a CPU: rows, sweeps, the file, plots, mistakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4core.api import Request
+from dsv4core.bench.cost import Ceilings
+from dsv4core.bench.inputs import Inputs
+from dsv4core.bench.operations import calls
+from dsv4core.bench.peers import peer_calls
+from dsv4core.bench.rows import Row, load
+from dsv4core.bench.timing import measure_ceilings
+from dsv4core.bench.workload import KINDS, Workload
+from dsv4core.cli.main import main
+from dsv4core.config import BENCH_VALUES
+from dsv4core.framework.selection import select
+from dsv4core.hydra import expand_sweeps
+from dsv4core.model.shapes import PRESETS
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pools, few repetitions: what is tested is not the time."""
+    monkeypatch.setattr("dsv4core.bench.inputs.cache_bytes", lambda device: 1 << 17)
+    monkeypatch.setattr("dsv4core.bench.timing.SECONDS", 0.0)
+    ceilings = Ceilings(copy_gbps=20.0, matmul_tflops=0.1)
+    monkeypatch.setattr("dsv4core.cli.bench.measure_ceilings", lambda device, dtype: ceilings)
+
+
+def test_ceilings_are_measured() -> None:
+    found = measure_ceilings(torch.device("cpu"), torch.float32)
+    assert 0.5 < found.copy_gbps < 2000
+    assert 1e-3 < found.matmul_tflops < 100
+
+
+def rows(capsys: Capture, *words: str) -> list[dict[str, object]]:
+    assert main(["bench", "backend=reference", *words, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_row(capsys: Capture) -> None:
+    (row,) = rows(capsys, "bench.op=[forward_mqa]", "bench.tokens=[2]", "bench.context=[700]")
+    assert set(row) == {own.name for own in fields(Row)}
+    assert row["shape"] == {"heads": 16, "width": 192, "tokens": 2, "context": 700, "hidden": 256}
+    assert (row["backend"], row["kv_format"], row["phase"], row["kind"]) == (
+        "reference",
+        "fp8_ds_mla",
+        "decode",
+        "c4a",
+    )
+    assert row["us"] > 0
+    bytes_ = 2 * (584 * 192 + 2048 * 16)
+    assert row["gbps"] == pytest.approx(bytes_ / row["us"] / 1e3, abs=0.01)
+    assert row["versions"]["torch"] == torch.__version__
+
+
+def test_everything_can_be_measured(capsys: Capture) -> None:
+    everything = [f"bench.{name}=[{','.join(values)}]" for name, values in BENCH_VALUES.items()]
+    found = rows(capsys, *everything, "bench.tokens=[4]", "bench.context=[300]", "bench.peers=[torch]")
+    measured = {(row["op"], row["phase"], row["kind"]) for row in found if row["backend"] == "reference"}
+    lacking = {("compress", "swa"), ("indexer", "swa"), ("indexer", "c128a")}
+    assert measured == {
+        (op, phase, kind)
+        for op in BENCH_VALUES["op"]
+        for phase in BENCH_VALUES["phase"]
+        for kind in BENCH_VALUES["kind"]
+        if (op, kind) not in lacking
+    }
+    assert {row["op"] for row in found if row["backend"] == "peer:torch"} == {"forward_mqa", "o_proj"}
+
+
+def test_a_sweep_is_measured_side_by_side(capsys: Capture) -> None:
+    words = ("kv_cache_dtype=bf16,fp8", "bench.op=[plan_step]", "bench.tokens=[1,2]", "bench.context=[64]")
+    found = rows(capsys, *words)
+    assert [(row["kv_format"], row["shape"]["tokens"]) for row in found] == [
+        ("bf16", 1),
+        ("bf16", 2),
+        ("fp8_ds_mla", 1),
+        ("fp8_ds_mla", 2),
+    ]
+    assert len({row["run_id"] for row in found}) == 1
+
+
+def test_formats_are_not_compared_in_silence(capsys: Capture) -> None:
+    words = ("kv_cache_dtype=bf16,fp8", "bench.op=[plan_step]", "bench.tokens=[1]", "bench.context=[64]")
+    assert main(["bench", "backend=reference", *words]) == 0
+    out = capsys.readouterr().out
+    assert "plan_step, decode, c4a, 16 heads, bf16 caches" in out
+    assert "plan_step, decode, c4a, 16 heads, fp8_ds_mla caches" in out
+    assert "Rows of different cache formats read different bytes; compare them within a table." in out
+
+
+SWEEPS = [
+    (["a=1"], [["a=1"]]),
+    (["a=1,2", "b=x"], [["a=1", "b=x"], ["a=2", "b=x"]]),
+    (["a=1,2", "b=x,y"], [["a=1", "b=x"], ["a=1", "b=y"], ["a=2", "b=x"], ["a=2", "b=y"]]),
+    (["a=[1,2]"], [["a=[1,2]"]]),
+    (["a=range(1,4)"], [["a=1"], ["a=2"], ["a=3"]]),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), SWEEPS)
+def test_sweeps(words: list[str], expected: list[list[str]]) -> None:
+    assert expand_sweeps(words) == expected
+
+
+def test_the_file_keeps_the_newest_of_each(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "results" / "rows.jsonl"
+    words = ("bench.op=[plan_step]", "bench.context=[64]", f"bench.out={file}", "bench.commit=abc")
+    rows(capsys, *words, "bench.tokens=[1,2]")
+    before = load(file)
+    rows(capsys, *words, "bench.tokens=[2,3]")
+    after = load(file)
+    assert [row.shape["tokens"] for row in after] == [1, 2, 3]
+    assert after[0] == before[0]
+    assert {row.commit for row in after} == {"abc"}
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("mine\n")
+    words = ["bench.op=[plan_step]", "bench.tokens=[1]", "bench.context=[64]", f"bench.out={file}"]
+    assert main(["bench", "backend=reference", *words]) == 2
+    assert "cannot hold the rows" in capsys.readouterr().err
+    assert file.read_text() == "mine\n"
+
+
+def test_plots(tmp_path: Path, capsys: Capture) -> None:
+    words = (
+        "bench.op=[forward_mqa]",
+        "bench.tokens=[1,2]",
+        "bench.context=[64,128]",
+        "kv_cache_dtype=bf16,fp8",
+    )
+    rows(capsys, *words, f"bench.plot={tmp_path}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "forward_mqa-decode-c4a-context128-by-batch.png",
+        "forward_mqa-decode-c4a-context64-by-batch.png",
+        "forward_mqa-decode-c4a-tokens1-by-context.png",
+        "forward_mqa-decode-c4a-tokens2-by-context.png",
+        "roofline.png",
+    ]
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
+
+
+def test_plots_without_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4core.bench.plots.find_spec", lambda name: None)
+    assert main(["bench", "backend=reference", "bench.plot=x"]) == 2
+    assert capsys.readouterr().err == "dsv4: Plots need matplotlib; run `pip install dsv4core[plot]`.\n"
+
+
+MISTAKES = [
+    (["bench.op=[forwrd]"], "bench.op names forwrd; use some of plan_step, insert_kv, compress, indexer, "),
+    (["bench.kind=[]"], "bench.kind names nothing; use some of swa, c4a, c128a."),
+    (["bench.tokens=[0]"], "bench.tokens=[0] cannot be; give numbers from 1 on."),
+    (["bench.tokens=4"], "bench.tokens=4 is no list of numbers; write 'bench.tokens=[0,2]'."),
+    (["bench=nightly"], "bench=nightly is not known; the names are decode, mixed, prefill, quick."),
+    (
+        ["bench.peers=[cudnn]", "bench.op=[plan_step]"],
+        "There is no peer 'cudnn'; the peers are torch, flashmla",
+    ),
+    (["bench.peers=[flashmla]"], "The peer 'flashmla' needs the package flash_mla, which is not installed."),
+    (["bench.op=[indexer]", "bench.kind=[swa]"], "Nothing could be measured; the reasons are above."),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), MISTAKES)
+def test_mistakes(capsys: Capture, words: list[str], text: str) -> None:
+    assert main(["bench", "backend=reference", *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"dsv4: {text}")
+
+
+def test_a_backend_that_cannot_is_left_out_with_its_reasons(capsys: Capture) -> None:
+    words = ("backend=reference", "request.context_parallel=1,2", "bench.op=[plan_step]", "bench.tokens=[1]")
+    assert main(["bench", *words, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1
+    assert (
+        "dsv4: reference left out of decode c4a, 1 tokens, context 4,096: backend=reference" in captured.err
+    )
+
+
+@pytest.mark.parametrize("phase", BENCH_VALUES["phase"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_peers_compute_the_same(phase: str, kind: str) -> None:
+    """The peer that needs no package gives the backend's numbers on the same inputs."""
+    workload = Workload(phase, KINDS[kind], 6, 700)
+    request = Request("cpu", "", PRESETS["tiny"], 16, workload.limits, dtype="float32", kv_cache_dtype="bf16")
+    inputs = Inputs(select(request, "reference"), workload, torch.device("cpu"))
+    found = peer_calls("torch", "forward_mqa", inputs)
+    assert found is not None
+    for own, other in zip(calls("forward_mqa", inputs), found[1], strict=True):
+        torch.testing.assert_close(other(), own().data, atol=1e-4, rtol=1e-4)  # type: ignore[attr-defined]

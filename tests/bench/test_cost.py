@@ -1,0 +1,85 @@
+"""Bytes and operations, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4core.api import C4A, C128A, SWA
+from dsv4core.bench.cost import Ceilings, Cost, costs
+from dsv4core.bench.workload import Workload
+from dsv4core.kvcache import cache_layout
+from dsv4core.model.shapes import PRESETS, layer_spec
+
+FLASH = PRESETS["v4_flash"]
+SPEC = layer_spec(FLASH, FLASH.layer_kinds.index(C4A))
+PACKED = cache_layout(FLASH, "fp8_ds_mla", "fp8")
+
+
+def cost(operation: str, workload: Workload) -> Cost:
+    spec = layer_spec(FLASH, FLASH.layer_kinds.index(workload.kind))
+    return costs(spec, PACKED, workload, "bfloat16")[operation]
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_decode(tokens: int) -> None:
+    """584 bytes a row and 2,048 a head; 2,048 operations a head and row."""
+    found = cost("forward_mqa", Workload("decode", C4A, tokens, 16384))
+    assert found == Cost(tokens * (584 * 640 + 2048 * 64), tokens * 2048 * 64 * 640)
+
+
+def test_a_prefill_reads_the_window_once() -> None:
+    found = cost("forward_mqa", Workload("prefill", SWA, 512, 4096))
+    assert found == Cost((127 + 512) * 584 + 512 * 2048 * 64, 512 * 2048 * 64 * 128)
+
+
+def test_a_prefill_reads_no_more_entries_than_there_are() -> None:
+    found = cost("forward_mqa", Workload("prefill", C128A, 256, 1024))
+    pairs = 256 * 128 + sum((768 + i + 1) // 128 for i in range(256))
+    assert found == Cost((127 + 256 + 8) * 584 + 256 * 2048 * 64, pairs * 2048 * 64)
+
+
+def test_the_first_tokens_see_little() -> None:
+    found = cost("forward_mqa", Workload("prefill", SWA, 3, 1))
+    assert found == Cost(3 * 584 + 3 * 2048 * 64, (1 + 2 + 3) * 2048 * 64)
+
+
+def test_projection_reads_its_weights_as_fp8() -> None:
+    found = cost("o_proj", Workload("decode", C4A, 1, 4096))
+    weights = 8 * 1024 * 4096 + 4096 * 8 * 1024
+    assert found == Cost(weights + 64 * 1024 + 4096 * 2, 2 * weights)
+    assert cost("o_proj.wo_a", Workload("decode", C4A, 1, 4096)).flops == weights
+
+
+def test_indexer_reads_every_visible_key() -> None:
+    found = cost("indexer.logits", Workload("decode", C4A, 2, 4096))
+    assert found.bytes == 2 * 1024 * 132 + 2 * 64 * 128 + 2 * 1024 * 4
+    assert found.flops == 2 * 2 * 1024 * 64 * 128
+
+
+def test_a_layer_is_the_sum() -> None:
+    workload = Workload("mixed", C4A, 6, 4096)
+    everything = costs(SPEC, PACKED, workload, "bfloat16")
+    parts = ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj")
+    assert everything["layer"].flops == sum(everything[name].flops for name in parts)
+    assert everything["layer"].bytes == sum(everything[name].bytes for name in parts)
+
+
+def test_a_rank_reads_its_share() -> None:
+    rank = layer_spec(FLASH, SPEC.index, tp_size=8)
+    workload = Workload("decode", C4A, 1, 4096)
+    whole, part = (costs(spec, PACKED, workload, "bfloat16")["o_proj"] for spec in (SPEC, rank))
+    assert part.flops * 8 == whole.flops
+
+
+def test_the_floor_is_the_slower_of_both() -> None:
+    ceilings = Ceilings(copy_gbps=4000.0, matmul_tflops=600.0)
+    assert ceilings.floor_us(Cost(4_000_000, 0)) == pytest.approx(1.0)
+    assert ceilings.floor_us(Cost(4_000_000, 1_200_000_000)) == pytest.approx(2.0)
+
+
+def test_steps() -> None:
+    mixed = Workload("mixed", SWA, 9, 100)
+    assert (mixed.query, mixed.total, mixed.decodes) == ((1, 1, 1, 1, 5), (100,) * 5, 4)
+    assert Workload("mixed", SWA, 2, 100).decodes == 2, "one query token with a context is a decode"
+    assert Workload("prefill", SWA, 512, 100).total == (512,)
+    assert Workload("decode", C128A, 3, 1 << 20).width(FLASH) == 8320
