@@ -45,7 +45,12 @@ def complete(words: Sequence[str], commands: Sequence[str]) -> list[str]:
         own = [f"{name}=" for name in keys if name in ("device", "dtype") or name.startswith("backend.")]
         return _starting(last, [*own, "--json", "--help", "--only", "--quick"])
     groups = [f"{group}=" for group in ("backend", *PRESET_GROUPS)]
-    own = [f"{name}=" for name in keys if before[0] == "explain" or not name.startswith("request.")]
+    others = {"request.": ("explain", "bench"), "bench.": ("bench",)}
+    own = [
+        f"{name}="
+        for name in keys
+        if all(before[0] in commands or not name.startswith(prefix) for prefix, commands in others.items())
+    ]
     return _starting(last, [*groups, *own, "--json", "--help", *(["--prompt"] if before[0] == "run" else [])])
 
 

@@ -74,12 +74,15 @@ def test_the_choice_is_logged(run: Run, capsys: pytest.CaptureFixture[str]) -> N
 
 
 KEYS = (
-    "backend, batch, checkpoint, chunk, decode, device, dtype, index_dtype, json, kv_cache_dtype, layers, "
-    "model, plugins.*, prefill, prompt, request.*, seed, verify, workload"
+    "backend, batch, bench, bench.*, checkpoint, chunk, decode, device, dtype, index_dtype, json, "
+    "kv_cache_dtype, layers, model, plugins.*, prefill, prompt, request.*, seed, verify, workload"
 )
 MISTAKES = [
     (["rum"], "'rum' is not a command; did you mean 'run'?"),
-    (["backend=x"], "'backend=x' is not a command; the commands are run, explain, plugins, new, check."),
+    (
+        ["backend=x"],
+        "'backend=x' is not a command; the commands are run, explain, plugins, bench, new, check.",
+    ),
     (
         ["run", "--jsn"],
         "dsv4 run takes no option '--jsn'; it takes --prompt TEXT, --json and --help.",
