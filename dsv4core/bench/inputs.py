@@ -103,23 +103,26 @@ class Inputs:
             compressed=self._pool(layout.compressed, rows),
             state=self._pool(layout.state.resized(kind.groups * model.head_dim), state),
         )
+        assert caches.compressed is not None
+        assert caches.state is not None
         if kind.select != "top_k":
             return caches
         width = kind.groups * model.index_head_dim
         return replace(
             caches,
-            index=self._pool(layout.index, rows),
-            index_state=self._pool(layout.state.resized(width), state),
+            # The tables are those of the compressed caches and of their states.
+            index=self._pool(layout.index, rows, caches.compressed.num_pages),
+            index_state=self._pool(layout.state.resized(width), state, caches.state.num_pages),
         )
 
-    def _pool(self, format: KVCacheFormat, rows: int) -> KVCache:
+    def _pool(self, format: KVCacheFormat, rows: int, pages: int = 0) -> KVCache:
         """A pool much larger than the device's cache, full of the same few thousand rows.
 
         Steps take pages of it at random. It holds a step's rows once, as far as that is not more than 4 GiB.
         """
         step = len(self.workload.query) * max(self.workload.total) * format.bytes_per_token
         wanted = max(8 * self._cache, min(step // (self.workload.kind.ratio or 1), 1 << 32))
-        pages = max(wanted // format.page_bytes(rows), 64)
+        pages = pages or max(wanted // format.page_bytes(rows), 64)
         cache = allocate_cache(format, pages, rows, self.device)
         width = sum(part.width for part in format.parts if part.name != "scale")
         first = min(pages, -(-ROWS // rows))

@@ -46,12 +46,12 @@ def bench(words: Sequence[str]) -> int:
     rows: list[Row] = []
     for row in _measured(configs, device, ceilings):
         rows.append(row if commit is None else replace(row, commit=commit))
+        if first.bench.out is not None:  # each at once: a later one may fail
+            keep(Path(first.bench.out), rows[-1:])
         if first.json:
             show_json_line(asdict(rows[-1]))
     if not rows:
         raise ConfigError("Nothing could be measured; the reasons are above.")
-    if first.bench.out is not None:
-        keep(Path(first.bench.out), rows)
     if not first.json:
         _print(rows, ceilings)
     if first.bench.plot is not None:
