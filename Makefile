@@ -9,12 +9,12 @@ BIN := $(VENV)/bin
 JOB := plugins/engine_vllm/tests/engine
 ARGS ?=
 
-.PHONY: run test test-gpu test-vllm lint clean
+.PHONY: run test test-gpu test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
 
-test: $(VENV)/.installed-dev lint
+test: $(VENV)/.installed-dev lint docs
 	$(BIN)/python -m pytest -m "not gpu and not vllm" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
@@ -38,6 +38,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dsv4core needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
@@ -53,4 +56,4 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf .venv .venv-vllm
+	rm -rf .venv .venv-vllm build

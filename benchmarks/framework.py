@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
 from dsv4core.api import SWA, LayerSpec, Limits, Request
+from dsv4core.bench.rows import provenance
 from dsv4core.framework.binding import bind_layer
 from dsv4core.framework.selection import select
 from dsv4core.model.shapes import PRESETS

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import transformers
-from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from dsv4core.api import Limits, Request
+from dsv4core.bench.rows import provenance
 from dsv4core.framework.selection import select
 from dsv4core.model.checkpoint import Checkpoint
 from dsv4core.stack import AttentionStack, load_layer

@@ -100,6 +100,12 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+def provenance(*distributions: str) -> dict[str, Any]:
+    """The last fields of a row of other measurements on a CPU, with the versions of these distributions."""
+    device = device_name(torch.device("cpu"))
+    return {"device": device, "versions": versions(*distributions), "commit": commit(), "run_id": RUN_ID}
+
+
 def keep(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to a file of JSON lines, in place of older measurements of the same.
 

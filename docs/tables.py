@@ -1,0 +1,161 @@
+"""Writes the tables of the docs that come from code and measurements, between their markers.
+
+python docs/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from dsv4core.api import CAPABILITIES, REASON_CODES, KVCacheLayout
+from dsv4core.framework.known import KNOWN_BACKENDS
+from dsv4core.kvcache import KV_CACHE_DTYPES, allocate_cache, cache_layout
+from dsv4core.model.shapes import PRESETS
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+MODEL = PRESETS["v4_flash"]
+PROVEN: dict[str, tuple[str, str, str]] = json.loads((DOCS / "proven.json").read_text())
+"""By backend: contract-tested, compiles for, ran on."""
+FIXES = {
+    "platform": "name a backend with kernels for this platform; `dsv4 plugins` lists them",
+    "arch": "the same, for this architecture",
+    "package-missing": "run the command that the reason prints",
+    "package-wrong": "uninstall the namesake, then run the command that the reason prints",
+    "package-version": "install a version that the reason names",
+    "artifact-missing": "run the command that the reason prints; it fetches or compiles what is missing",
+    "kv-dtype": "ask for one of the strings that the reason lists, or for `auto`",
+    "layout": "let the host write the format that the backend reads, or choose another backend",
+    "q-heads": "change `tensor_parallel`, or choose another backend",
+    "head-dim": "choose another backend: this model has other heads",
+    "block-size": "set the page size that the reason names",
+    "capability": "take the host's wish back (`graph`, `deterministic`, …), or choose another backend",
+    "model": "choose another backend: this one has no kernels for a layer kind of the model",
+    "parallel": "set the degree that the reason names",
+    "option": "set the option that the reason names",
+    "probe-error": "`DSV4_STRICT=1` shows the traceback; it is the plugin's to mend",
+    "broken": "the same; reinstall the distribution that the reason names",
+    "api": "install versions of core and plugin that fit; the reason names them",
+    "conflict": "uninstall one of the two distributions, or disable it by name",
+    "disabled": "take the name out of `DSV4_DISABLE` or `plugins.disable`",
+    "not-in-order": "ask for it by name, or put it into `backend.order`",
+}
+SAID = {
+    "fp8_ds_mla": "584 B packed",
+    "bf16": "plain bf16",
+    "fp8_e4m3": "plain E4M3",
+    "fp32": "reference only",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def support() -> str:
+    """The repository's backends, then those that are not released."""
+    rows = []
+    for name, module in (("reference", "dsv4core.backends.reference"),):
+        info = import_module(module).dsv4_backend_info()
+        rows.append((f"`{name}`", info.summary, ", ".join(info.platforms), *PROVEN[name]))
+    rows += [
+        (f"`{name}`", known.summary, "not released", "–", "–", "–") for name, known in KNOWN_BACKENDS.items()
+    ]
+    return table(("backend", "what", "platforms", "contract-tested", "compiles for", "ran on"), rows)
+
+
+def dtypes() -> str:
+    """What each string means."""
+    rows = [
+        (f"`{asked}`", ", then ".join(f"`{name}`" for name in names))
+        for asked, names in KV_CACHE_DTYPES.items()
+    ]
+    return table(("kv_cache_dtype", "formats"), rows)
+
+
+def formats() -> str:
+    """Sizes of all formats, by a pool that is made."""
+    rows = []
+    for name in SAID:
+        format = cache_layout(MODEL, name, "fp8").window
+        cache = allocate_cache(format, 2, 64)
+        assert cache.pool.dtype == getattr(torch, format.storage_dtype)
+        parts = ", ".join(f"{part.width} × {part.dtype}" for part in format.parts)
+        page = f"{cache.page_stride_bytes:,} B"
+        rows.append((f"`{name}`", SAID[name], parts, f"{format.bytes_per_token} B", page))
+    layout: KVCacheLayout = cache_layout(MODEL, "fp8_ds_mla", "fp8")
+    parts = ", ".join(f"{part.width} × {part.dtype}" for part in layout.index.parts)
+    page = f"{layout.index.page_bytes(64):,} B"
+    rows.append(("`index_fp8`", "the indexer's keys", parts, f"{layout.index.bytes_per_token} B", page))
+    return table(("format", "", "a row", "bytes a row", "page of 64 rows"), rows)
+
+
+def capabilities() -> str:
+    """The closed list."""
+    return table(("capability", "what it says"), [(f"`{name}`", text) for name, text in CAPABILITIES.items()])
+
+
+def reasons() -> str:
+    """What each code means, and what to do."""
+    rows = [(f"`{code}`", text, FIXES[code]) for code, text in REASON_CODES.items()]
+    return table(("code", "what it means", "what to do"), rows)
+
+
+def peers() -> str:
+    """Microseconds of peers on an H200, by heads and query tokens."""
+    rows = [json.loads(line) for line in (RESULTS / "h200" / "peers.jsonl").read_text().splitlines()]
+    tokens = sorted({row["shape"]["tokens"] for row in rows})
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    for row in rows:
+        if row["backend"].startswith("peer:"):
+            key = (row["op"], row["backend"], row["shape"]["heads"])
+            found.setdefault(key, {})[row["shape"]["tokens"]] = row["us"]
+    lines = [
+        (op, backend, str(heads), *(f"{times[count]:,.1f}" if count in times else "" for count in tokens))
+        for (op, backend, heads), times in sorted(found.items())
+    ]
+    return table(("operation", "peer", "heads", *(f"{count} tokens, µs" for count in tokens)), lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "support": support,
+    "dtypes": dtypes,
+    "formats": formats,
+    "capabilities": capabilities,
+    "reasons": reasons,
+    "peers": peers,
+}
+
+
+def written(text: str) -> str:
+    """A page with its tables."""
+    for name, make in TABLES.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        if re.search(pattern, text, re.DOTALL):
+            content = make()
+            text = re.sub(
+                pattern, lambda match, own=content: f"{match[1]}{own}\n{match[2]}", text, flags=re.DOTALL
+            )
+    return text
+
+
+def main() -> None:
+    """Write all pages; say which have changed."""
+    for page in sorted(DOCS.glob("*.md")):
+        before = page.read_text()
+        if (after := written(before)) != before:
+            page.write_text(after)
+            print(page.name, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
