@@ -20,7 +20,7 @@ test: $(VENV)/.installed-dev lint docs
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-# vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. An hour and a half on two cores without AVX-512.
+# vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. 40 minutes on two cores without AVX-512.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -s -m vllm $(JOB) $(ARGS)
 
