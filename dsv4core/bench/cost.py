@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsv4core.api import KVCacheLayout, LayerSpec
+from dsv4core.api import KVCacheLayout, LayerKind, LayerSpec
 from dsv4core.api.kvcache import DTYPE_BYTES
 from dsv4core.bench.workload import Workload
 from dsv4core.model.tensors import QUANTISED, layer_tensors
@@ -56,7 +56,7 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
     low = spec.num_groups * model.o_lora_rank
     weights = _weight_bytes(spec)
     hidden = tokens * model.hidden_size * size
-    entries = tokens // kind.ratio if kind.ratio is not None else 0
+    completed = _completed(workload)
     found = {
         "plan_step": Cost(4 * attended, 0),
         "insert_kv": Cost(2 * q + tokens * (width * size + layout.window.bytes_per_token), 0),
@@ -74,20 +74,26 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
         "indexer.logits": Cost(0, 0),
     }
     if kind.ratio is not None:
-        channels = 2 * kind.groups * width * 4
-        found["compress"] = Cost(2 * tokens * channels + entries * layout.compressed.bytes_per_token, 0)
+        found["compress"] = _compressor(tokens, completed, kind, width, layout.compressed.bytes_per_token)
     if kind.select == "top_k":
-        visible = [kind.visible_entries(total) for total in workload.total]
-        keys = sum(visible) * layout.index.bytes_per_token
-        scored = sum(count * query for count, query in zip(visible, workload.query, strict=True))
+        found["compress"] += _compressor(
+            tokens, completed, kind, model.index_head_dim, layout.index.bytes_per_token
+        )
+        keys = sum(map(kind.visible_entries, workload.total)) * layout.index.bytes_per_token
+        scored = sum(kind.visible_entries(length) for length in workload.lengths)
         index_q = tokens * model.index_n_heads * model.index_head_dim
         work = 2 * scored * model.index_n_heads * model.index_head_dim
         found["indexer"] = Cost(index_q * (size + 1) + keys, work)
         found["indexer.logits"] = Cost(index_q + keys + 4 * scored, work)
     tensors = layer_tensors(model, kind)
-    projected = {name: tensors[name] for name in tensors if name not in ("wo_a", "wo_b", "attn_sink")}
-    matrices = sum(math.prod(tensor.shape) for tensor in projected.values())
-    found["project"] = Cost(hidden + q + sum(weights[name] for name in projected), 2 * tokens * matrices)
+    ranks = model.num_attention_heads // heads
+    matrices = {
+        name: math.prod(tensor.shape) // (1 if tensor.split is None else ranks)
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and not name.endswith((".ape", "wo_a", "wo_b"))
+    }
+    products = 2 * tokens * sum(matrices.values())
+    found["project"] = Cost(hidden + q + sum(weights[name] for name in matrices), products)
     whole = Cost(0, 0)
     for name in ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj"):
         whole += found[name]
@@ -103,6 +109,18 @@ def _weight_bytes(spec: LayerSpec) -> dict[str, int]:
         // (1 if tensor.split is None else ranks)
         for name, tensor in layer_tensors(spec.model, spec.kind).items()
     }
+
+
+def _completed(workload: Workload) -> int:
+    """Entries that the step completes."""
+    ratio = workload.kind.ratio
+    return 0 if ratio is None else sum(length % ratio == 0 for length in workload.lengths)
+
+
+def _compressor(tokens: int, completed: int, kind: LayerKind, width: int, row: int) -> Cost:
+    """States of the step's tokens read and written, states of what entries pool read, entries written."""
+    state = 2 * kind.groups * width * 4
+    return Cost(2 * tokens * state + completed * (kind.state_window * state // kind.groups + row), 0)
 
 
 def _attended(workload: Workload, spec: LayerSpec) -> tuple[int, dict[str, int]]:

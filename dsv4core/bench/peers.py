@@ -27,20 +27,24 @@ def peer_calls(name: str, operation: str, inputs: Inputs) -> tuple[str, list[Cal
     """The operation that the peer does, which may be a part of the asked one, and one call a turn.
 
     None where the peer has no such operation, or none for these inputs.
+    """
+    if operation not in PEERS[name]:
+        return None
+    part, maker = PEERS[name][operation]
+    made = maker(inputs)
+    return None if made is None else (part, made)
+
+
+def check_peer(name: str) -> None:
+    """Check that a peer can be called.
 
     Raises:
         ConfigError: There is no such peer, or its package is not installed.
     """
     if name not in PEERS:
         raise ConfigError(f"There is no peer {name!r}; the peers are {', '.join(PEERS)}.")
-    package = PACKAGES[name]
-    if find_spec(package) is None:
-        raise ConfigError(f"The peer {name!r} needs the package {package}, which is not installed.")
-    if operation not in PEERS[name]:
-        return None
-    part, maker = PEERS[name][operation]
-    made = maker(inputs)
-    return None if made is None else (part, made)
+    if find_spec(PACKAGES[name]) is None:
+        raise ConfigError(f"The peer {name!r} needs the package {PACKAGES[name]}, which is not installed.")
 
 
 def peer_version(name: str) -> dict[str, str]:
@@ -83,8 +87,8 @@ def _slots(inputs: Inputs, turn: Turn) -> list[tuple[KVCache, torch.Tensor]]:
 
 def _torch_attention(inputs: Inputs) -> list[Call]:
     """Gather, decode, two products, as a user of torch would write it."""
-    scale = inputs.spec.model.softmax_scale
-    sinks = torch.zeros(inputs.plan.padded_q_heads, device=inputs.device)
+    scale, heads = inputs.spec.model.softmax_scale, inputs.spec.num_heads
+    sinks = torch.zeros(heads, device=inputs.device)
 
     def attend(q: torch.Tensor, pools: list[tuple[KVCache, torch.Tensor]]) -> torch.Tensor:
         rows = torch.cat([_gathered(cache, slots) for cache, slots in pools], dim=1).to(q.dtype)
@@ -94,7 +98,9 @@ def _torch_attention(inputs: Inputs) -> list[Call]:
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
         return weights.to(q.dtype) @ rows
 
-    return [partial(attend, turn.q, _slots(inputs, turn)) for turn in inputs.turns]
+    return [
+        partial(attend, turn.q[:, :heads].to(inputs.dtype), _slots(inputs, turn)) for turn in inputs.turns
+    ]
 
 
 def _gathered(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:

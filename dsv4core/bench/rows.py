@@ -118,7 +118,9 @@ def keep(path: Path, rows: Iterable[Row]) -> None:
         old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         kept = [row for row in old if _identity(row) not in replaced]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *new]))
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *new]))
+        unfinished.replace(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} cannot hold the rows ({error}); name another file.") from error
 

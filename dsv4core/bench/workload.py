@@ -39,6 +39,12 @@ class Workload:
         return tuple(max(self.context, count) for count in self.query)
 
     @property
+    def lengths(self) -> list[int]:
+        """For each query token, the tokens of its request up to it, itself included."""
+        pairs = zip(self.query, self.total, strict=True)
+        return [length for query, total in pairs for length in range(total - query + 1, total + 1)]
+
+    @property
     def decodes(self) -> int:
         """Requests that are decodes."""
         return sum(self.phase != "prefill" and count == 1 for count in self.query)

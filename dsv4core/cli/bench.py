@@ -16,7 +16,7 @@ from dsv4core.api import BackendUnavailable, ConfigError
 from dsv4core.bench.cost import Ceilings, costs
 from dsv4core.bench.inputs import Inputs
 from dsv4core.bench.operations import calls
-from dsv4core.bench.peers import peer_calls, peer_version
+from dsv4core.bench.peers import check_peer, peer_calls, peer_version
 from dsv4core.bench.plots import check_plots, plot
 from dsv4core.bench.rows import Row, device_name, keep, versions
 from dsv4core.bench.timing import Call, measure_ceilings, microseconds
@@ -41,6 +41,8 @@ def bench(words: Sequence[str]) -> int:
     commit = first.bench.commit
     if first.bench.plot is not None:
         check_plots()
+    for name in dict.fromkeys(name for config in configs for name in config.bench.peers):
+        check_peer(name)
     device = torch_device(first.device)
     ceilings = measure_ceilings(device, getattr(torch, first.dtype))
     rows: list[Row] = []
@@ -63,7 +65,8 @@ def bench(words: Sequence[str]) -> int:
 def _measured(configs: Iterable[DSV4Config], device: torch.device, ceilings: Ceilings) -> Iterator[Row]:
     """Rows of one workload after the other, so that those that are compared are measured together."""
     seen: set[str] = set()
-    for config, workload in [(own, workload) for own in configs for workload in _workloads(own)]:
+    pairs = [(place, own, workload) for own in configs for place, workload in enumerate(_workloads(own))]
+    for _, config, workload in sorted(pairs, key=lambda pair: pair[0]):
         try:
             selection = _selection(config, workload, device)
         except BackendUnavailable as error:
@@ -106,7 +109,7 @@ def _rows(
     seen: set[str],
 ) -> Iterator[Row]:
     inputs = Inputs(selection, workload, device)
-    graph = selection.request.graph
+    graph, decode = selection.request.graph, workload.phase == "decode"
     for operation in config.bench.op:
         try:
             own = calls(operation, inputs)
@@ -117,13 +120,14 @@ def _rows(
         options = {key: value for key, value in vars(selection.options).items() if key != "name"}
         yield _row(name, operation, inputs, own, graph, ceilings, options)
         for peer in config.bench.peers:
-            identity = f"{peer} {operation} {workload} {selection.layout.window.name}"
+            identity = f"{peer} {operation} {workload} {selection.layout} {inputs.spec} {inputs.sizes}"
             if identity in seen:
                 continue
             seen.add(identity)
             others = peer_calls(peer, operation, inputs)
             if others is not None:
-                captured = device.type == "cuda" and config.bench.mode != "eager"
+                # In prefills nobody is captured: backends plan those by their lengths.
+                captured = graph or (device.type == "cuda" and config.bench.mode == "auto" and decode)
                 part, theirs = others
                 package = peer_version(peer)
                 yield _row(f"peer:{peer}", part, inputs, theirs, captured, ceilings, {}, **package)

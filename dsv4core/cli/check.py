@@ -161,8 +161,10 @@ def _verdict(found: Conformance, machine: str) -> str:
     failed, name = len(found.having("failed")), found.subject.name
     if failed:
         return f"{name} does not conform: {_count(failed)} failed."
-    if not found.ok:
-        return f"Nothing was checked: {name} cannot run on {machine}."
+    if found.only is not None:
+        return f"{_count(len(found.having('passed')))} passed, of those that --only names; no verdict."
+    if not found.computed:
+        return f"{name} cannot run on {machine}: only its contract was checked."
     large, elsewhere = len(found.having("large")), len(found.having("elsewhere"))
     left = [f"{_count(large)} left out as large"] if large else []
     left += [f"{_count(elsewhere)} for another machine or library"] if elsewhere else []

@@ -57,13 +57,15 @@ def write_backend(name: str, folder: Path) -> list[str]:
     """
     if folder.exists():
         raise ConfigError(f"{folder} is there already; remove it, or work in another folder.")
+    names = {"dsv4-plugin-acme": folder.name, "acme": name}
     files = []
     for source in sorted(path for path in TEMPLATE.rglob("*") if _belongs(path)):
         relative = str(source.relative_to(TEMPLATE)).replace("acme", name)
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = source.read_text(encoding="utf-8").replace("dsv4-plugin-acme", folder.name)
-        target.write_text(text.replace("acme", name), encoding="utf-8")
+        text = source.read_text(encoding="utf-8")
+        text = re.sub("|".join(names), lambda match: names[match[0]], text)
+        target.write_text(text, encoding="utf-8")
         files.append(relative)
     return files
 

@@ -39,7 +39,8 @@ def assert_rows(
     found, expected = found.detach().cpu().double(), expected.cpu().double()
     norm = expected.norm(dim=-1)
     error = (found - expected).norm(dim=-1) / norm.clamp_min(1e-3 * norm.max()) if norm.numel() else norm
-    error = torch.where((norm == 0) & (found == 0).all(-1), 0.0, error)
+    exact = torch.where((found == 0).all(-1), 0.0, float("inf"))
+    error = torch.where(norm == 0, exact.double(), error)
     # Not `error > tolerance`: NaN is off, too.
     off = ~(error <= tolerance)
     if not off.any():

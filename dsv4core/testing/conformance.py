@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ class Conformance:
 
     subject: Subject
     checks: tuple[Checked, ...]
+    only: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -56,9 +58,14 @@ class Conformance:
         return bool(self.having("passed")) and not self.having("failed")
 
     @property
+    def computed(self) -> bool:
+        """Whether anything was computed: the contract alone can be checked on any machine."""
+        return any(checked.level not in ("L0", "L1") for checked in self.having("passed"))
+
+    @property
     def complete(self) -> bool:
         """Whether nothing was left out that this backend could show on another machine or with more time."""
-        return not self.having("elsewhere", "large")
+        return self.only is None and not self.having("elsewhere", "large")
 
     def having(self, *outcomes: Outcome) -> list[Checked]:
         """The checks with one of these outcomes."""
@@ -86,13 +93,10 @@ class Conformance:
         return {name: "declared" if name in declared else "not declared" for name in CAPABILITIES}
 
     def reports(self) -> tuple[set[str], set[str]]:
-        """Public reports whose checks all passed, and all that the suite stands for."""
+        """Public reports whose checks all passed, none of them left out, and all that were looked at."""
         everything = {report for checked in self.checks for report in checked.reports}
-        open_ = {
-            report for checked in self.checks if checked.outcome == "failed" for report in checked.reports
-        }
-        shown = {report for checked in self.having("passed") for report in checked.reports}
-        return shown - open_, everything
+        left = {own for checked in self.checks if checked.outcome != "passed" for own in checked.reports}
+        return everything - left, everything
 
 
 def run_suite(
@@ -124,12 +128,24 @@ def run_suite(
     # Not the configuration of whoever's folder this is, no cache in it, and no terminal but ours.
     words += ["-c", os.devnull, "--rootdir", os.path.dirname(__file__), "-p", "no:cacheprovider"]
     words += ["-p", "no:terminal", "-W", "ignore::pytest.PytestConfigWarning"]
-    code = pytest.main(words, plugins=[recorder])
+    with _own_options():
+        code = pytest.main(words, plugins=[recorder])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED or (only is not None and not recorder.total):
         raise ConfigError(f"No check is named like {only!r}; leave it out to see all.")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"The suite ended with {code!r}; its output is above.")
-    return Conformance(subject, tuple(recorder.checks))
+    return Conformance(subject, tuple(recorder.checks), only)
+
+
+@contextmanager
+def _own_options() -> Iterator[None]:
+    """Without the options that somebody keeps for other runs."""
+    kept = os.environ.pop("PYTEST_ADDOPTS", None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ["PYTEST_ADDOPTS"] = kept
 
 
 @dataclass(eq=False)

@@ -175,6 +175,8 @@ class Host:
     def query(self, step: Step, factor: float = 1.0) -> torch.Tensor:
         """Random queries as the plan wants them: `[tokens, padded heads, head_dim]`, padded ones zero."""
         q = self.normal(step.num_tokens, self.spec.num_heads, self.spec.model.head_dim) * factor
+        if self.plan.q_dtype.startswith("float8"):
+            q = q.clamp(-224, 224)  # what both flavours hold
         padding = self.plan.padded_q_heads - self.spec.num_heads
         return torch.nn.functional.pad(q, (0, 0, 0, padding)).to(getattr(torch, self.plan.q_dtype))
 

@@ -82,8 +82,8 @@ def test_a_sweep_is_measured_side_by_side(capsys: Capture) -> None:
     found = rows(capsys, *words)
     assert [(row["kv_format"], row["shape"]["tokens"]) for row in found] == [
         ("bf16", 1),
-        ("bf16", 2),
         ("fp8_ds_mla", 1),
+        ("bf16", 2),
         ("fp8_ds_mla", 2),
     ]
     assert len({row["run_id"] for row in found}) == 1

@@ -52,6 +52,8 @@ def test_projection_reads_its_weights_as_fp8() -> None:
 
 def test_indexer_reads_every_visible_key() -> None:
     found = cost("indexer.logits", Workload("decode", C4A, 2, 4096))
+    prompt = cost("indexer.logits", Workload("prefill", C4A, 8, 8))
+    assert prompt.flops == 2 * (0 + 0 + 0 + 1 + 1 + 1 + 1 + 2) * 64 * 128
     assert found.bytes == 2 * 1024 * 132 + 2 * 64 * 128 + 2 * 1024 * 4
     assert found.flops == 2 * 2 * 1024 * 64 * 128
 
@@ -69,6 +71,29 @@ def test_a_rank_reads_its_share() -> None:
     workload = Workload("decode", C4A, 1, 4096)
     whole, part = (costs(spec, PACKED, workload, "bfloat16")["o_proj"] for spec in (SPEC, rank))
     assert part.flops * 8 == whole.flops
+
+
+def test_projections_are_shared_by_ranks() -> None:
+    rank = layer_spec(FLASH, SPEC.index, tp_size=8)
+    workload = Workload("decode", SWA, 1, 4096)
+    window = layer_spec(FLASH, 0)
+    assert window.kind == SWA
+    found = costs(window, PACKED, workload, "bfloat16")["project"]
+    shared, own = 4096 * 1024 + 512 * 4096, 1024 * 32768
+    assert found.flops == 2 * (shared + own)
+    part = costs(layer_spec(FLASH, 0, tp_size=8), PACKED, workload, "bfloat16")["project"]
+    assert part.flops == 2 * (shared + own // 8)
+    assert rank.num_heads == 8
+
+
+def test_a_decode_completes_an_entry_or_none() -> None:
+    state = 2 * 512 * 4
+    assert cost("compress", Workload("decode", C128A, 3, 1023)) == Cost(3 * 2 * state, 0)
+    assert cost("compress", Workload("decode", C128A, 3, 1024)) == Cost(
+        3 * (2 * state + 128 * state + 584), 0
+    )
+    chunk = cost("compress", Workload("prefill", C128A, 256, 1024))
+    assert chunk == Cost(256 * 2 * state + 2 * (128 * state + 584), 0)
 
 
 def test_the_floor_is_the_slower_of_both() -> None:

@@ -32,6 +32,13 @@ def test_what_is_written(here: Path, capsys: Capture) -> None:
         assert path.is_dir() or "acme" not in path.read_text()
 
 
+def test_a_name_that_holds_the_templates(here: Path) -> None:
+    assert main(["new", "acme_npu"]) == 0
+    project = (here / "dsv4-plugin-acme-npu" / "pyproject.toml").read_text()
+    assert 'name = "dsv4-plugin-acme-npu"' in project
+    assert 'acme_npu = "dsv4_plugin_acme_npu.plugin"' in project
+
+
 def test_what_to_do_next(capsys: Capture) -> None:
     assert main(["new", "wave"]) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -729,11 +729,11 @@ class ReasonWithoutASentence(Reference):
 
 class RefusesWhatItDeclares(Reference):
     check, arguments = "test_what_is_not_declared_is_refused", {"capability": "strided-pages"}
-    says = "It declares 'strided-pages' and refuses"
+    says = "It declares 'strided-pages' and refuses a request that needs it, with ['layout']"
 
     @hookimpl
     def dsv4_unsupported_reasons(self, request):
-        return [reference.Reason("capability", "No strides.")] if request.strided_pages else []
+        return [reference.Reason("layout", "No strides.")] if request.strided_pages else []
 
 
 MUTANTS: dict[str, type[Reference]] = {

@@ -7,14 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4core.api import ConfigError, Reason, hookimpl
 from dsv4core.backends import reference
+from dsv4core.cli.check import _verdict
 from dsv4core.cli.main import main
-from dsv4core.testing.conformance import run_suite
+from dsv4core.testing.conformance import Checked, Conformance, run_suite
 from dsv4core.testing.fakes import isolate
+from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite import MODULES, checks
 from dsv4core.testing.suite.marks import LEVELS
 from tests.suite.mutants import MUTANTS, Hooks
@@ -85,12 +88,32 @@ def test_json(backends: None, capsys: Capture) -> None:
 
 
 def test_what_another_machine_could_show(backends: None, capsys: Capture) -> None:
-    assert main(["check", "elsewhere", "--only", "test_sinks or test_info or test_dtype_strings"]) == 0
+    assert main(["check", "elsewhere", "--only", "test_sinks or test_info"]) == 0
     out = capsys.readouterr().out
     assert "elsewhere: [platform] It has kernels for xpu, and the request is for cpu." in out
-    assert out.endswith(
-        "conforms on cpu, as far as it was checked: 1 check for another machine or library.\n"
-    )
+
+
+VERDICTS = [
+    ([("L0", "passed"), ("L3", "passed")], "acme conforms on cpu."),
+    ([("L0", "passed"), ("L3", "failed")], "acme does not conform: 1 check failed."),
+    ([("L0", "passed"), ("L3", "elsewhere")], "acme cannot run on cpu: only its contract was checked."),
+    (
+        [("L0", "passed"), ("L3", "passed"), ("L4", "elsewhere"), ("L3", "large")],
+        "acme conforms on cpu, as far as it was checked: 1 check left out as large and 1 check for another "
+        "machine or library.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "text"), VERDICTS)
+def test_verdicts(outcomes: list[tuple[str, Any]], text: str) -> None:
+    checked = tuple(Checked("test_a", level, outcome) for level, outcome in outcomes)
+    assert _verdict(Conformance(Subject("acme"), checked), "cpu") == text
+
+
+def test_some_checks_are_no_verdict(backends: None, capsys: Capture) -> None:
+    assert main(["check", "reference", "--only", "test_sinks"]) == 0
+    assert capsys.readouterr().out.endswith("1 check passed, of those that --only names; no verdict.\n")
 
 
 def test_what_is_not_declared_is_left_out_and_refused(backends: None) -> None:
@@ -104,7 +127,7 @@ def test_what_is_not_declared_is_left_out_and_refused(backends: None) -> None:
         "test_what_is_not_declared_is_refused": "passed",
     }
     assert found.ok
-    assert found.complete
+    assert not found.complete, "some were asked for only"
 
 
 def test_the_core_cannot_be_refused(backends: None) -> None:

@@ -133,6 +133,8 @@ def test_weights_are_the_hosts(dsv4: Subject) -> None:
         assert_same(weight.data, kept[name].data, f"Building the layer wrote to {name}")
         if name in host.plan.consumes:
             weight.data.view(torch.uint8).fill_(NAN)
+            if weight.scale is not None:
+                weight.scale.view(torch.uint8).fill_(NAN)
     compare(host, layer, kept, torch.arange(9, device=host.device))
 
 

@@ -37,7 +37,7 @@ def test_steps_follow_each_other(dsv4: Subject, kind: LayerKind) -> None:
     attend_and_compare(host, host.step((2047,), (1,)))
 
 
-@check("L4", core=True, reports=("vllm#50774",))
+@check("L4", core=True, reports=())
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_a_kind_share_a_step(dsv4: Subject, kind: LayerKind) -> None:
     """A step is planned once; each layer has its own sinks and chosen entries."""
@@ -75,7 +75,7 @@ def test_several_query_tokens(dsv4: Subject, drafts: int, kind: LayerKind) -> No
     attend_and_compare(host, step)
 
 
-@check("L4", core=True, reports=("vllm#55695", "vllm#51106", "sglang#31705", "vllm#51970"))
+@check("L4", core=True, reports=("vllm#55695", "vllm#51106", "sglang#31705"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_steps(dsv4: Subject, kind: LayerKind) -> None:
     """No request, no query token, and requests without any among others."""
@@ -103,7 +103,7 @@ def test_tables_may_hold_anything_that_is_not_reached(dsv4: Subject, kind: Layer
     attend_and_compare(host, step)
 
 
-@check("L4", needs=("graph",), reports=("vllm#51318", "flashinfer#5015", "eugr/spark-vllm-docker#400"))
+@check("L4", needs=("graph",), reports=("vllm#51318",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_replays_other_lengths(dsv4: Subject, kind: LayerKind) -> None:
     """Captured with short requests, replayed with long ones and with fewer of them."""
@@ -131,7 +131,7 @@ def test_a_graph_replays_other_lengths(dsv4: Subject, kind: LayerKind) -> None:
         assert_attention(found, expected, step, host.plan.q_dtype)
 
 
-@check("L4", needs=("graph",), reports=("vllm#51970",))
+@check("L4", needs=("graph",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_hot_waits_for_the_device(dsv4: Subject, kind: LayerKind) -> None:
     """A hook that reads a value on the host stalls every step, captured or not."""
