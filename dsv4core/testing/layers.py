@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
 
-from dsv4core.api import LayerKind, LayerWeights, Limits, ModelShape, Request, Weight
+from dsv4core.api import LayerKind, LayerWeights, Limits, ModelShape, PageSizes, Request, Weight
 from dsv4core.attention import DeepseekV4Attention
 from dsv4core.framework.binding import bind_layer
 from dsv4core.framework.selection import Selection, select
@@ -28,17 +29,21 @@ def backend_stack(
     limits: Limits,
     kv_cache_dtype: str = "auto",
     decode_query_len: int = 1,
+    heads: int = 64,
+    page_sizes: PageSizes = PageSizes(),
 ) -> AttentionStack:
     """Layers of these kinds with random weights, on the backend.
 
     Raises:
         Refused: It cannot run them.
     """
+    groups = math.gcd(heads, LAYER_MODEL.o_groups)
     request = subject.request(
-        LAYER_MODEL,
+        replace(LAYER_MODEL, num_attention_heads=heads, o_groups=groups),
         limits=limits,
         kv_cache_dtype=kv_cache_dtype,
         decode_query_len=decode_query_len,
+        page_sizes=page_sizes,
         private_output=True,
         host_lengths=True,
     )
@@ -75,7 +80,8 @@ def _reference_layer(request: Request, index: int, device: torch.device) -> Stac
 
 
 def _layer(selection: Selection, index: int, device: torch.device) -> StackedLayer:
-    model, spec = LAYER_MODEL, layer_spec(LAYER_MODEL, index)
+    model = selection.request.model
+    spec = layer_spec(model, index)
     positions = selection.request.limits.max_model_len
     table = rope_table(model.rope_of(spec.kind), model.qk_rope_head_dim, positions, device)
     tensors = {name: _on(weight, device) for name, weight in _weights(model, index).items()}

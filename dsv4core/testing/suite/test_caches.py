@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from dsv4core.api import C4A, C128A, SWA, LayerCaches, LayerKind, Limits, Step
+from dsv4core.api import C4A, C128A, SWA, LayerCaches, LayerKind, Limits, PageSizes, Step
 from dsv4core.attention import Projected
 from dsv4core.kvcache import KVCache
 from dsv4core.stack import AttentionStack
@@ -24,8 +26,9 @@ LIMITS = Limits(max_tokens=300, max_requests=2, max_model_len=700, max_query_len
 class Pair:
     """One layer on the backend and on the reference, with caches full of poison, given the same to write."""
 
-    def __init__(self, subject: Subject, kind: LayerKind, decode_query_len: int = 1) -> None:
-        self.ours = backend_stack(subject, [kind], LIMITS, decode_query_len=decode_query_len)
+    def __init__(self, subject: Subject, kind: LayerKind, **changes: Any) -> None:
+        """Make both; `changes` as `backend_stack` takes them."""
+        self.ours = backend_stack(subject, [kind], LIMITS, **changes)
         self.theirs = reference_stack(self.ours)
         self.plan = self.ours.selection.plans[kind.name]
         for stack in (self.ours, self.theirs):
@@ -77,16 +80,43 @@ def compare_pools(found: KVCache, expected: KVCache, name: str) -> None:
     theirs = torch.cat([region.flatten(2) for region in expected.regions], -1)
     assert_same(ours[untouched], theirs[untouched], f"Rows of the {name} cache that nobody writes")
     slots = (~untouched).flatten().nonzero().flatten()
-    what = f"rows of the {name} cache"
-    tolerance = CACHED_ROW[found.format.parts[0].dtype]
-    assert_rows(found.read(slots)[:, None], expected.read(slots)[:, None], tolerance, what)
+    widths = [part.width for part in found.format.parts if part.name != "scale"]
+    columns = (rows.split(widths, dim=-1) for rows in (found.read(slots), expected.read(slots)))
+    for part, own, other in zip(found.format.parts, *columns, strict=False):
+        what = f"{part.name} part of rows of the {name} cache"
+        assert_rows(own[:, None], other[:, None], CACHED_ROW[part.dtype], what)
 
 
 @check("L2", core=True, reports=("vllm#47783", "sglang#28418", "Primus#930", "vllm-deepseek-v4-sm89#46"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_steps_write(dsv4: Subject, kind: LayerKind) -> None:
     """A prompt in chunks beside a decode: keys, entries, index keys and states, and nothing beside them."""
-    pair = Pair(dsv4, kind)
+    write_and_compare(Pair(dsv4, kind))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "16 heads": {"heads": 16},
+    "24 heads": {"heads": 24},
+    "bf16": {"heads": 8, "kv_cache_dtype": "bf16"},
+    "fp8_e4m3": {"heads": 8, "kv_cache_dtype": "fp8_e4m3"},
+    "pages of 2": {"heads": 8, "page_sizes": PageSizes(window=2, context=128, state=1)},
+    "pages of 61": {"heads": 8, "page_sizes": PageSizes(window=61, context=128 * 61, state=3)},
+    "pages of 256": {"heads": 8, "page_sizes": PageSizes(window=256, context=1024)},
+}
+
+
+@check("L2", reports=("vllm#47783", "vllm#47716", "vllm#48047"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_what_steps_write_elsewhere(dsv4: Subject, changes: dict[str, Any], kind: LayerKind) -> None:
+    """The same with other heads, formats and pages; padded heads of q are exact zeros."""
+    pair = Pair(dsv4, kind, **changes)
+    write_and_compare(pair)
+    compare_queries(pair)
+
+
+def write_and_compare(pair: Pair) -> None:
+    """Steps of all phases around the boundaries of entries."""
     computed = (0, 0)
     for seed, query in enumerate(((130, 3), (1, 1), (3, 130), (1, 128), (124, 1), (1, 0))):
         pair.write(computed, query, seed)
@@ -101,6 +131,11 @@ def test_queries(dsv4: Subject, kind: LayerKind) -> None:
     pair = Pair(dsv4, kind)
     pair.write((0, 0), (200, 7))
     pair.write((200, 7), (1, 1))
+    compare_queries(pair)
+
+
+def compare_queries(pair: Pair) -> None:
+    """The last step's queries."""
     heads = pair.expected_q.shape[1]
     dtype = pair.plan.q_dtype
     assert pair.q.dtype == getattr(torch, dtype), f"q has dtype {pair.q.dtype}, and the plan says {dtype}."

@@ -125,7 +125,7 @@ def test_a_graph_replays_other_lengths(dsv4: Subject, kind: LayerKind) -> None:
         new_q, new_selected = host.query(step), host.select(step)
         q[:count] = new_q
         if selected is not None and new_selected is not None:
-            selected[:count], selected[count:] = new_selected, -1
+            selected[:count] = new_selected  # behind it lies what earlier steps chose
         found = replay()[:count]
         expected, _ = host.expected(step, new_q, new_selected, host.sinks)
         assert_attention(found, expected, step, host.plan.q_dtype)
@@ -167,6 +167,7 @@ def test_temporary_memory_is_what_the_plan_says(dsv4: Subject, heads: int, kind:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        host.plan_step(step)
         output = host.attend(step, q, selected)
         peak = torch.cuda.max_memory_allocated() - before
         allowed = host.plan.workspace_bytes + output.data.nbytes + 2**20
