@@ -4,7 +4,11 @@ A backend's package keeps `signatures.json` beside its modules:
 
     python -m dsv4core.testing.signatures dsv4_plugin_acme acme_kernels.sparse_mla acme_kernels.make_plan
 
-writes it from the installed library. Only functions that are called by their own name can be followed.
+writes it from the installed library. Only functions that are called by their own name can be followed, in
+files that import the library. Of a library without such calls (Triton's kernels, `torch.ops`) the module
+alone is recorded:
+
+    python -m dsv4core.testing.signatures dsv4_plugin_acme triton
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ FILE = "signatures.json"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A function of a kernel library.
+    """A function of a kernel library, or a library whose calls cannot be followed.
 
     Attributes:
-        target: `module.function`.
-        signature: Its parameters, without annotations; defaults are `...`.
+        target: `module.function`, or a module.
+        signature: Its parameters, without annotations; defaults are `...`; empty for a module.
         distribution: Who provided it, and in which version.
     """
 
@@ -94,9 +98,12 @@ def read(folder: Path) -> list[Recorded]:
 
 def calls(folder: Path, target: str) -> list[Call]:
     """All calls of a function in a package's source, by the function's own name."""
-    name, found = target.rpartition(".")[2], []
+    library, name, found = target.partition(".")[0], target.rpartition(".")[2], []
     for file in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if not any(library in _imported(node) for node in ast.walk(tree)):
+            continue
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _called(node) == name:
                 starred = any(isinstance(argument, ast.Starred) for argument in node.args)
                 named = tuple(word.arg for word in node.keywords if word.arg is not None)
@@ -107,11 +114,13 @@ def calls(folder: Path, target: str) -> list[Call]:
 
 
 def record(target: str) -> Recorded:
-    """The signature of an installed function.
+    """The signature of an installed function, or a module by itself.
 
     Raises:
         DSV4Error: It is not there, or tells nothing of its parameters.
     """
+    if "." not in target:
+        return Recorded(target, "", _source(target))
     try:
         signature = installed(target)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
@@ -121,9 +130,7 @@ def record(target: str) -> Recorded:
         for own in signature.parameters.values()
     ]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    names = packages_distributions().get(target.partition(".")[0], ())
-    source = ", ".join(sorted(f"{name} {version(name)}" for name in set(names)))
-    return Recorded(target, text.replace("Ellipsis", "..."), source)
+    return Recorded(target, text.replace("Ellipsis", "..."), _source(target.partition(".")[0]))
 
 
 def installed(target: str) -> inspect.Signature:
@@ -146,6 +153,20 @@ def main(arguments: Sequence[str]) -> None:
         raise DSV4Error(f"{package} is a single module; signatures are kept in a package's folder.")
     entries = [vars(record(target)) for target in targets]
     (folder / FILE).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def _source(module: str) -> str:
+    names = set(packages_distributions().get(module, ()))
+    return ", ".join(sorted(f"{name} {version(name)}" for name in names))
+
+
+def _imported(node: ast.AST) -> set[str]:
+    """The top-level packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {own.name.partition(".")[0] for own in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return {node.module.partition(".")[0]}
+    return set()
 
 
 def _called(node: ast.Call) -> str:

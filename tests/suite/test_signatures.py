@@ -76,7 +76,7 @@ def test_what_is_recorded(package: Path) -> None:
 
 def test_a_library_that_is_not_recorded(package: Path) -> None:
     with pytest.raises(
-        AssertionError, match="It needs fast_kernels, and signatures.json records no function"
+        AssertionError, match="It needs fast_kernels, and signatures.json in its package records"
     ):
         recorded_check(Subject("fast"))
 
@@ -103,6 +103,20 @@ def test_a_recorded_function_that_nobody_calls(package: Path) -> None:
     signatures.main(["fast_backend", "fast_kernels.attend", "fast_kernels.plan"])
     with pytest.raises(AssertionError, match=r"fast_kernels.plan is recorded, and nothing calls it"):
         recorded_check(Subject("fast"))
+
+
+def test_a_library_whose_calls_cannot_be_followed(package: Path) -> None:
+    (package / "kernels.py").write_text("import fast_kernels\n\nrun = fast_kernels.kernel[1]\n")
+    signatures.main(["fast_backend", "fast_kernels"])
+    recorded_check(Subject("fast"))
+    installed_check(Subject("fast"))
+
+
+def test_functions_of_the_same_name_elsewhere(package: Path) -> None:
+    """Only files that import the library can call it."""
+    (package / "other.py").write_text("def attend(): ...\n\n\nattend()\n")
+    signatures.main(["fast_backend", "fast_kernels.attend"])
+    recorded_check(Subject("fast"))
 
 
 def test_a_library_that_is_not_installed(package: Path) -> None:
