@@ -101,9 +101,8 @@ class AttentionStack:
             if 0 < known < self._longest[row] - request.decode_query_len:
                 raise CacheError(
                     f"request {row} goes back from {self._longest[row]} tokens to {known}, and its rings "
-                    "keep "
-                    f"enough for {request.decode_query_len} rejected tokens; raise decode_query_len or begin "
-                    "at 0."
+                    f"keep enough for {request.decode_query_len} rejected tokens; raise decode_query_len or "
+                    "begin at 0."
                 )
             tables.grow(row, known + new)
             self._longest[row] = known + new

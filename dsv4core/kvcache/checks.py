@@ -31,8 +31,7 @@ def check_cache(cache: KVCache, name: str) -> None:
     if pool.stride()[1:] != (format.row_width, 1):
         raise CacheError(
             f"{name}: rows of a page must be contiguous (strides {format.row_width}, 1), and the tensor's "
-            "are "
-            f"{pool.stride(1)}, {pool.stride(2)}; only pages may be strided."
+            f"are {pool.stride(1)}, {pool.stride(2)}; only pages may be strided."
         )
     _check_page_stride(cache, name)
     _check_scale(cache, name)
@@ -44,8 +43,7 @@ def _check_page_stride(cache: KVCache, name: str) -> None:
     if cache.num_pages > 1 and stride < content:
         raise CacheError(
             f"{name}: a page of {cache.page_size} {format.name} rows takes {content} B, and the page stride "
-            "is "
-            f"{stride} B; pages would overlap."
+            f"is {stride} B; pages would overlap."
         )
     if stride % format.page_alignment:
         raise CacheError(
@@ -56,8 +54,7 @@ def _check_page_stride(cache: KVCache, name: str) -> None:
     if not format.strided_pages and stride != format.page_bytes(cache.page_size):
         raise CacheError(
             f"{name}: {format.name} pages must lie side by side ({format.page_bytes(cache.page_size)} B), "
-            "and the "
-            f"page stride is {stride} B; pass a pool of its own."
+            f"and the page stride is {stride} B; pass a pool of its own."
         )
 
 

@@ -69,8 +69,7 @@ def write_random_checkpoint(
         if free < needed:
             raise CheckpointError(
                 f"{directory} would take {needed} bytes, and its disk has {free} free; make room or write "
-                "fewer "
-                "layers."
+                "fewer layers."
             )
         _write(unfinished, shape, seed, _all_layers(shape) if layers is None else layers, track)
         unfinished.rename(directory)

@@ -56,8 +56,7 @@ def check_lengths(computed: Sequence[int], query: Sequence[int], limits: Limits)
     if len(computed) != len(query):
         raise CacheError(
             f"the step has {len(query)} query lengths and {len(computed)} computed lengths; pass one of each "
-            "for "
-            "every request."
+            "for every request."
         )
     if min((*query, *computed), default=0) < 0:
         raise CacheError(f"lengths cannot be negative: query {tuple(query)}, computed {tuple(computed)}.")
@@ -98,6 +97,5 @@ def check_batch(batch: Batch, limits: Limits, kinds: Collection[str]) -> None:
         if table.shape[0] != requests:
             raise CacheError(
                 f"the step has {requests} requests, and the {name} block table has {table.shape[0]} rows; "
-                "pass "
-                "one for every request."
+                "pass one for every request."
             )

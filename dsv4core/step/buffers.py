@@ -162,8 +162,7 @@ def _refuse_lost_keys(
 
 
 def _filled(buffer: torch.Tensor, values: torch.Tensor, rest: int) -> torch.Tensor:
-    """`values` in the front corner of `buffer`, `rest` in its other elements; the buffer's rows of "
-    "`values`."""
+    """`values` in the front corner of `buffer`, `rest` elsewhere; the buffer's rows of `values`."""
     rows = values.shape[0]
     view = buffer[:rows]
     if values.dim() == 1:
