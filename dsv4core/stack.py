@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,21 +60,38 @@ def load_layer(
 
 
 class AttentionStack:
-    """Computes `x + attention(rms(x))` layer by layer. Not a model: there are no MLPs and no output head."""
+    """Computes `x + attention(rms(x))` layer by layer. Not a model: there are no MLPs and no output head.
 
-    def __init__(self, selection: Selection, layers: Sequence[StackedLayer], device: torch.device) -> None:
-        """Allocate caches and step buffers for the selection's limits."""
+    Attributes:
+        selection: The backend and its plans.
+        layers: The layers in order.
+        pools: Their caches.
+        kinds: The hooks and states that layers of a kind share, by the kind's name.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        layers: Sequence[StackedLayer],
+        device: torch.device,
+        pools: CachePools | None = None,
+    ) -> None:
+        """Allocate step buffers for the selection's limits, and caches where none are given.
+
+        Raises:
+            CacheError: A pool does not fit the selection's formats.
+        """
         request = selection.request
         specs = [layer.spec for layer in layers]
         kinds = tuple(dict.fromkeys(spec.kind for spec in specs))
         self.selection, self.layers = selection, tuple(layers)
-        self.pools = CachePools(
+        self.pools = pools or CachePools(
             specs, selection.layout, request.page_sizes, request.limits, device, request.decode_query_len
         )
         for spec in specs:
             check_caches(self.pools.layers[spec.index], spec, selection.layout)
         self._longest = [0] * request.limits.max_requests
-        self._kinds = {kind.name: bind_kind(selection, kind, device) for kind in kinds}
+        self.kinds = {kind.name: bind_kind(selection, kind, device) for kind in kinds}
         self._buffers = StepBuffers(
             kinds,
             request.limits,
@@ -116,7 +133,9 @@ class AttentionStack:
                 state={name: table.block_table[: len(query)] for name, table in tables.state.items()},
             )
         )
-        for kind in self._kinds.values():
+        if not request.host_lengths:
+            step = replace(step, host_lengths=None)
+        for kind in self.kinds.values():
             kind.prepare_step(step)
             kind.plan_step(step)
         return step
@@ -138,7 +157,7 @@ class AttentionStack:
 
     def kind_state(self, layer: StackedLayer) -> Any:
         """What the backend shares between all layers of this layer's kind within a step."""
-        return self._kinds[layer.spec.kind.name].state
+        return self.kinds[layer.spec.kind.name].state
 
     def normalise(self, layer: StackedLayer, x: torch.Tensor) -> torch.Tensor:
         """A layer's input from the residual stream `[tokens, hidden_size]`."""

@@ -38,16 +38,19 @@ class PagedTable:
 
     Attributes:
         group: What a page stands for.
-        num_pages: Pages of the pools.
+        num_pages: Pages of the pools, those before `first_page` included.
         block_table: `[max_requests, logical_pages]` int32 on the host; -1 where a request has no page.
     """
 
-    def __init__(self, group: PageGroup, num_pages: int, max_requests: int, max_model_len: int) -> None:
+    def __init__(
+        self, group: PageGroup, num_pages: int, max_requests: int, max_model_len: int, first_page: int = 0
+    ) -> None:
+        """Begin with all pages free but those before `first_page`, which nobody gets."""
         self.group = group
         self.num_pages = num_pages
         shape = (max_requests, group.logical_pages(max_model_len))
         self.block_table = torch.full(shape, -1, dtype=torch.int32)
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(num_pages - 1, first_page - 1, -1))
         self._held: list[list[int]] = [[] for _ in range(max_requests)]
         self._filled = [0] * max_requests
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dsv4core.api.kvcache import KVCacheLayout, PageSizes
+from dsv4core.api.kvcache import KVCacheFormat, KVCacheLayout, PageSizes
 from dsv4core.api.layer import LayerCaches, LayerSpec
 from dsv4core.api.model import LayerKind, ModelShape
 from dsv4core.api.selection import Limits
 from dsv4core.kvcache.cache import KVCache, allocate_cache
 from dsv4core.kvcache.pages import PagedTable, PageGroup
+
+Allocate = Callable[[KVCacheFormat, int, int, torch.device | str], KVCache]
+"""Makes a pool of a format: `(format, pages, rows a page, device)`."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,16 @@ class CachePools:
         limits: Limits,
         device: torch.device | str = "cpu",
         decode_query_len: int = 1,
+        first_page: int = 0,
+        allocate: Allocate = allocate_cache,
     ) -> None:
-        """Allocate zeroed pools that hold `limits.max_requests` requests of `limits.max_model_len` tokens."""
+        """Allocate pools that hold `limits.max_requests` requests of `limits.max_model_len` tokens.
+
+        Args:
+            decode_query_len: Tokens that a rejected draft may take back.
+            first_page: The first page of each pool that a request may get; those before it are nobody's.
+            allocate: Makes each pool; they are zeroed and tight if left out.
+        """
         model = layers[0].model
         kinds = dict.fromkeys(layer.kind for layer in layers)
         for kind in kinds:
@@ -95,14 +106,15 @@ class CachePools:
         window, context, states = page_groups(model, kinds, sizes, limits, decode_query_len)
 
         def table(group: PageGroup) -> PagedTable:
-            pages = group.held_pages(limits.max_model_len) * limits.max_requests
-            return PagedTable(group, pages, limits.max_requests, limits.max_model_len)
+            pages = first_page + group.held_pages(limits.max_model_len) * limits.max_requests
+            return PagedTable(group, pages, limits.max_requests, limits.max_model_len, first_page)
 
         self.tables = CacheTables(
             table(window), table(context), {name: table(group) for name, group in states.items()}
         )
         self.layers = {
-            layer.index: _layer_caches(layer, layout, sizes, self.tables, device) for layer in layers
+            layer.index: _layer_caches(layer, layout, sizes, self.tables, device, allocate)
+            for layer in layers
         }
 
     @property
@@ -122,21 +134,22 @@ def _layer_caches(
     sizes: PageSizes,
     tables: CacheTables,
     device: torch.device | str,
+    allocate: Allocate,
 ) -> LayerCaches:
     model, kind = layer.model, layer.kind
-    window = allocate_cache(layout.window, tables.window.num_pages, sizes.window, device)
+    window = allocate(layout.window, tables.window.num_pages, sizes.window, device)
     if kind.ratio is None:
         return LayerCaches(window)
     state_pages, state_rows = tables.state[kind.name].num_pages, sizes.state_rows(kind)
 
     def state(width: int) -> KVCache:
-        return allocate_cache(layout.state.resized(kind.groups * width), state_pages, state_rows, device)
+        return allocate(layout.state.resized(kind.groups * width), state_pages, state_rows, device)
 
     entry_pages, entry_rows = tables.context.num_pages, sizes.compressed_rows(kind)
-    compressed = allocate_cache(layout.compressed, entry_pages, entry_rows, device)
+    compressed = allocate(layout.compressed, entry_pages, entry_rows, device)
     if kind.select != "top_k":
         return LayerCaches(window, compressed, state=state(model.head_dim))
-    index = allocate_cache(layout.index, entry_pages, entry_rows, device)
+    index = allocate(layout.index, entry_pages, entry_rows, device)
     return LayerCaches(window, compressed, index, state(model.head_dim), state(model.index_head_dim))
 
 
