@@ -15,7 +15,7 @@ run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
 
 test: $(VENV)/.installed-dev lint docs
-	$(BIN)/python -m pytest -m "not gpu and not vllm" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not vllm" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

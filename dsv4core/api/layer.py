@@ -127,7 +127,8 @@ class LayerWeights:
     Attributes:
         tensors: By official checkpoint name without prefix and suffix: `attn_sink`, `wq_a`, `q_norm`,
             `wq_b`, `wkv`, `kv_norm`, `wo_a`, `wo_b`, `compressor.{ape,wkv,wgate,norm}`,
-            `indexer.{wq_b,weights_proj}`, `indexer.compressor.{ape,wkv,wgate,norm}`.
+            `indexer.{wq_b,weights_proj}`, `indexer.compressor.{ape,wkv,wgate,norm}`. Sinks are finite or
+            minus infinity.
         rope: `[max_positions, rope_dim]` fp32: the first half of the columns cosines, the second half sines.
             Shared by all layers of one RoPE class.
     """

@@ -11,6 +11,7 @@ HELP = ("--help", "-h")
 ADVICE = {
     "--prompt": "or prompt=@FILE to read it from a file",
     "--only": "a part of the names of checks",
+    "--deadline": "the seconds that a check may take",
 }
 
 

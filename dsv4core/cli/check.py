@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,25 +22,33 @@ if TYPE_CHECKING:
     from dsv4core.testing.conformance import Checked, Conformance, Progress
 
 
-def check(words: Sequence[str], quick: bool, only: str | None) -> int:
+def check(words: Sequence[str], quick: bool, only: str | None, deadline: str | None) -> int:
     """Check the backend that the first word names; the result is the exit code, 1 where a check fails.
 
     Args:
         words: The name, then overrides: `backend.<option>=…`, `device=…`, `dtype=…`, `json=true`.
         quick: Leave out cases of gigabytes or minutes.
         only: Checks whose names match this, as pytest's `-k` has it; None is all.
+        deadline: Seconds that a check may take, as written; None is the suite's own.
 
     Raises:
-        ConfigError: No name is given, an override is none of these, or pytest is not installed.
+        ConfigError: The deadline is no number of seconds, no name is given, an override is none of these, or
+            pytest is not installed.
         DSV4Error: The backend is not installed or cannot be loaded.
     """
     name, overrides = _arguments(words)
-    if find_spec("pytest") is None:
-        raise ConfigError("dsv4 check runs pytest, and it is not installed; run `pip install pytest`.")
-    from dsv4core.testing.conformance import run_suite
+    missing = [name for name in ("pytest", "xdist") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"dsv4 check needs {' and '.join(missing)}, which is not installed; "
+            "run `pip install 'dsv4core[check]'`."
+        )
+    from dsv4core.testing.conformance import DEADLINE, run_suite
 
+    seconds = DEADLINE if deadline is None else _seconds(deadline)
+    plain = [word for word in overrides if word != "json=true"]
     with _progress() as progress:
-        found = run_suite(name, [word for word in overrides if word != "json=true"], quick, only, progress)
+        found = run_suite(name, plain, quick, only, progress, seconds)
     if "json=true" in overrides:
         show_json(_plain(found))
     else:
@@ -59,9 +68,19 @@ def _arguments(words: Sequence[str]) -> tuple[str, list[str]]:
         if not word.startswith(("backend.", "device=", "dtype=", "json=")):
             raise ConfigError(
                 f"dsv4 check takes no {word!r}; it takes backend.OPTION=…, device=…, dtype=…, --only TEXT, "
-                "--quick and --json."
+                "--quick, --deadline SECONDS and --json."
             )
     return names[0], overrides
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"--deadline {text} is no number of seconds; write one, such as --deadline 600.")
+    return seconds
 
 
 def _plain(found: Conformance) -> dict[str, Any]:
@@ -105,7 +124,7 @@ def _levels(found: Conformance) -> Table:
 
     table = Table("level", box=None, padding=(0, 2, 0, 0))
     for outcome in OUTCOMES:
-        table.add_column(outcome, justify="right")
+        table.add_column("by core" if outcome == "core" else outcome, justify="right")
     for level, counts in found.levels().items():
         table.add_row(f"{level} {LEVELS[level]}", *(str(counts[outcome] or "-") for outcome in OUTCOMES))
     return table
@@ -148,7 +167,7 @@ def _shortened(checks: Sequence[Checked], most: int = 6) -> str:
 def _covered(found: Conformance) -> Table:
     table = Table("covered", "", box=None, padding=(0, 2, 0, 0))
     for key, values in found.coverage().items():
-        table.add_row(key.replace("_", " "), ", ".join(map(str, values)))
+        table.add_row(key.replace("_", " "), ", ".join(map(str, values)) or "none")
     for state in ("declared", "not declared"):
         names = [name for name, own in found.capabilities().items() if own == state]
         table.add_row(f"capabilities {state}", ", ".join(names) or "none")
@@ -162,7 +181,9 @@ def _verdict(found: Conformance, machine: str) -> str:
     if failed:
         return f"{name} does not conform: {_count(failed)} failed."
     if found.only is not None:
-        return f"{_count(len(found.having('passed')))} passed, of those that --only names; no verdict."
+        return (
+            f"{_count(len(found.having('passed', 'core')))} passed, of those that --only names; no verdict."
+        )
     if not found.computed:
         return f"{name} cannot run on {machine}: only its contract was checked."
     large, elsewhere = len(found.having("large")), len(found.having("elsewhere"))

@@ -43,7 +43,7 @@ def complete(words: Sequence[str], commands: Sequence[str]) -> list[str]:
         return _starting(last, [f"{key}={choice}" for choice in _values(key, keys, records)])
     if before[0] == "check":
         own = [f"{name}=" for name in keys if name in ("device", "dtype") or name.startswith("backend.")]
-        return _starting(last, [*own, "--json", "--help", "--only", "--quick"])
+        return _starting(last, [*own, "--json", "--help", "--only", "--quick", "--deadline"])
     groups = [f"{group}=" for group in ("backend", *PRESET_GROUPS)]
     others = {"request.": ("explain", "bench"), "bench.": ("bench",)}
     own = [

@@ -24,7 +24,8 @@ dsv4: the attention layer of DeepSeek-V4 on any accelerator
   dsv4 plugins [--json]                               which backends there are
   dsv4 bench [key=value ...] [--json]                 how fast operations and layers are
   dsv4 new NAME                                       begin a backend of your own
-  dsv4 check NAME [--only TEXT] [--quick] [--json]    whether a backend does what it has to
+  dsv4 check NAME [--only TEXT] [--quick] [--deadline SECONDS] [--json]
+                                                      whether a backend does what it has to
 
 Examples
   dsv4 run verify=true

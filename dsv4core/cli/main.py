@@ -130,7 +130,8 @@ def _plugins(arguments: Arguments) -> int:
 def _check(arguments: Arguments) -> int:
     from dsv4core.cli.check import check
 
-    return check(arguments.overrides, "--quick" in arguments.options, arguments.options.get("--only"))
+    options = arguments.options
+    return check(arguments.overrides, "--quick" in options, options.get("--only"), options.get("--deadline"))
 
 
 def _new(arguments: Arguments) -> int:
@@ -159,7 +160,7 @@ COMMANDS: Mapping[str, Command] = {
     "plugins": Command(_plugins, Accepted()),
     "bench": Command(_bench, Accepted()),
     "new": Command(_new, Accepted()),
-    "check": Command(_check, Accepted(texts=("--only",), flags=("--quick",))),
+    "check": Command(_check, Accepted(texts=("--only", "--deadline"), flags=("--quick",))),
 }
 
 

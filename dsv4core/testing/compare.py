@@ -25,11 +25,16 @@ def assert_attention(found: torch.Tensor, expected: torch.Tensor, step: Step, q_
 
 
 def assert_rows(
-    found: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, step: Step | None = None
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    what: str,
+    step: Step | None = None,
+    floor: float = 1e-3,
 ) -> None:
     """Check that every row (the last dimension) is within `tolerance` of its norm.
 
-    A row that is a thousand times smaller than the largest counts as that large: fp32 holds no e^-300.
+    A row whose norm is less than `floor` of the largest one's counts as that large: fp32 holds no e^-300.
 
     Raises:
         AssertionError: With the worst row, and how many are off.
@@ -38,7 +43,7 @@ def assert_rows(
     assert shape == due, f"The {what} has shape {shape}, and {due} is due."
     found, expected = found.detach().cpu().double(), expected.cpu().double()
     norm = expected.norm(dim=-1)
-    error = (found - expected).norm(dim=-1) / norm.clamp_min(1e-3 * norm.max()) if norm.numel() else norm
+    error = (found - expected).norm(dim=-1) / norm.clamp_min(floor * norm.max()) if norm.numel() else norm
     exact = torch.where((found == 0).all(-1), 0.0, float("inf"))
     error = torch.where(norm == 0, exact.double(), error)
     # Not `error > tolerance`: NaN is off, too.

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import pytest
 
 from dsv4core.api import CAPABILITIES, ConfigError
 from dsv4core.testing.pytest_plugin import KEY
 from dsv4core.testing.subject import Subject
+from dsv4core.testing.suite import checks
 from dsv4core.testing.suite.marks import LEVELS
 
-Outcome = Literal["passed", "failed", "refused", "undeclared", "elsewhere", "large"]
-OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "refused", "undeclared", "elsewhere", "large")
+Outcome = Literal["passed", "core", "failed", "refused", "undeclared", "elsewhere", "large"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+DEADLINE = 600.0
+"""Seconds that a check may take. The longest take half a minute on a CPU of two cores."""
+MOST_LOST = 5
+"""Processes that may be lost before the rest of the checks is given up."""
+AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 
 Progress = Callable[[int, int], None]
 """Called with the checks that are done and those that there are."""
@@ -29,8 +37,9 @@ class Checked:
     Attributes:
         name: `test_name[parameters]`.
         level: One of `LEVELS`.
-        outcome: `refused`: the backend turned the request down; `undeclared`: it needs a capability that the
-            backend does not declare; `elsewhere`: this machine cannot show it; `large`: left out as asked.
+        outcome: `core`: it passed, and the core did what it is about; `refused`: the backend turned the
+            request down; `undeclared`: it needs a capability that the backend does not declare;
+            `elsewhere`: this machine cannot show it; `large`: left out as asked.
         text: Why, unless it passed.
         reports: Public reports that it stands for.
         seen: Requests that the backend accepted in it.
@@ -55,7 +64,7 @@ class Conformance:
     @property
     def ok(self) -> bool:
         """Whether checks ran and none failed."""
-        return bool(self.having("passed")) and not self.having("failed")
+        return bool(self.having("passed", "core")) and not self.having("failed")
 
     @property
     def computed(self) -> bool:
@@ -95,7 +104,8 @@ class Conformance:
     def reports(self) -> tuple[set[str], set[str]]:
         """Public reports whose checks all passed, none of them left out, and all that were looked at."""
         everything = {report for checked in self.checks for report in checked.reports}
-        left = {own for checked in self.checks if checked.outcome != "passed" for own in checked.reports}
+        passed = self.having("passed", "core")
+        left = {own for checked in self.checks if checked not in passed for own in checked.reports}
         return everything - left, everything
 
 
@@ -105,8 +115,12 @@ def run_suite(
     quick: bool = False,
     only: str | None = None,
     progress: Progress | None = None,
+    deadline: float = DEADLINE,
 ) -> Conformance:
     """Check a backend on this machine.
+
+    Checks run in a process of their own: where it dies, hangs or loses its device, the check at hand has
+    failed, and the others go on in a new process.
 
     Args:
         name: The backend.
@@ -114,76 +128,109 @@ def run_suite(
         quick: Leave out cases of gigabytes or minutes.
         only: Checks whose names match this, as pytest's `-k` has it; None is all.
         progress: Called before the first check and after each.
+        deadline: Seconds that a check may take.
 
     Raises:
         DSV4Error: The backend cannot be loaded, an override does not fit, or no check has such a name.
     """
     overrides = list(overrides)
     subject = Subject.configured(name, overrides)
-    recorder = _Recorder(progress or (lambda done, total: None))
-    words = ["--pyargs", "dsv4core.testing.suite", "--dsv4-backend", name]
+    recorder = _Recorder(progress or (lambda done, total: None), deadline)
+    words = ["--pyargs", "dsv4core.testing.suite", "--dsv4-backend", name, "--dsv4-deadline", str(deadline)]
     words += [word for override in overrides for word in ("--dsv4-override", override)]
     words += ["--dsv4-quick"] if quick else []
     words += [] if only is None else ["-k", only]
     # Not the configuration of whoever's folder this is, no cache in it, and no terminal but ours.
     words += ["-c", os.devnull, "--rootdir", os.path.dirname(__file__), "-p", "no:cacheprovider"]
     words += ["-p", "no:terminal", "-W", "ignore::pytest.PytestConfigWarning"]
-    with _own_options():
+    # A process that is lost leaves what it prints on stderr itself, not in pytest's buffers.
+    words += ["--capture", "sys", "-p", "no:faulthandler"]
+    words += ["-p", "dsv4core.testing.pytest_plugin", "-p", "xdist", "-n", "1"]
+    words += ["--max-worker-restart", str(MOST_LOST)]
+    with _own_plugins():
         code = pytest.main(words, plugins=[recorder])
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED or (only is not None and not recorder.total):
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED or (only is not None and not recorder.names):
         raise ConfigError(f"No check is named like {only!r}; leave it out to see all.")
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         raise RuntimeError(f"The suite ended with {code!r}; its output is above.")
-    return Conformance(subject, tuple(recorder.checks), only)
+    return Conformance(subject, tuple(recorder.all_checks()), only)
 
 
 @contextmanager
-def _own_options() -> Iterator[None]:
-    """Without the options that somebody keeps for other runs."""
-    kept = os.environ.pop("PYTEST_ADDOPTS", None)
+def _own_plugins() -> Iterator[None]:
+    """Without the options and plugins that somebody keeps for other runs."""
+    kept = os.environ.pop("PYTEST_ADDOPTS", None), os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "1"
     try:
         yield
     finally:
-        if kept is not None:
-            os.environ["PYTEST_ADDOPTS"] = kept
+        del os.environ[AUTOLOAD]
+        for name, value in zip(("PYTEST_ADDOPTS", AUTOLOAD), kept, strict=True):
+            if value is not None:
+                os.environ[name] = value
 
 
-@dataclass(eq=False)
 class _Recorder:
     """A plugin of pytest that keeps what becomes of each check."""
 
-    progress: Progress
-    checks: list[Checked] = field(default_factory=list)
-    total: int = 0
+    def __init__(self, progress: Progress, deadline: float) -> None:
+        self.progress, self.deadline = progress, deadline
+        self.names: list[str] = []
+        self._checks: dict[str, Checked] = {}
+        self._started = 0.0
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.total = len(session.items)
-        self.progress(0, self.total)
+    def all_checks(self) -> Iterator[Checked]:
+        """Every check, those that were never reached included."""
+        for name in self.names:
+            yield self._checks.get(name) or _named(
+                name, "failed", f"It was not run: the process of the checks was lost {MOST_LOST + 1} times."
+            )
+
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self.names = [_name(node) for node in ids]
+        self.progress(len(self._checks), len(self.names))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             raise RuntimeError(f"The suite cannot be collected: {report.longrepr}")
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._started = time.monotonic()
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed:
-            self.checks.append(_checked(report))
-            self.progress(len(self.checks), self.total)
+        name = _name(report.nodeid)
+        if name not in self._checks and (report.when == "call" or not report.passed):
+            self._checks[name] = self._lost(name) if report.when == CRASHED else _checked(report)
+            self.progress(len(self._checks), len(self.names))
+
+    def _lost(self, name: str) -> Checked:
+        if time.monotonic() - self._started >= self.deadline:
+            text = f"It hangs: it had not ended after {self.deadline:.0f} s. Where it was is printed above."
+        else:
+            text = "The process died of it, as by a fault in a kernel library; what it printed is above."
+        return _named(name, "failed", text)
+
+
+CRASHED = "???"
+"""What xdist reports as the phase in which a process died."""
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.rpartition("::")[2]
+
+
+def _named(name: str, outcome: Outcome, text: str, seen: Iterable[dict[str, Any]] = ()) -> Checked:
+    (mark,) = (own for own in checks()[name.partition("[")[0]].pytestmark if own.name == KEY)
+    return Checked(name, mark.kwargs["level"], outcome, text, mark.kwargs["reports"], tuple(seen))
 
 
 def _checked(report: pytest.TestReport) -> Checked:
     properties: list[tuple[str, Any]] = report.user_properties
     noted = {key.removeprefix(f"{KEY}."): value for key, value in properties}
-    outcome: Outcome = "passed" if report.passed else "failed"
-    if report.skipped:
-        outcome = noted.get("outcome", "failed")
-    return Checked(
-        name=report.nodeid.rpartition("::")[2],
-        level=noted.get("level", "L0"),
-        outcome=outcome,
-        text=_text(report),
-        reports=tuple(noted.get("reports", ())),
-        seen=tuple(noted.get("seen", ())),
-    )
+    outcome: Outcome = "failed"
+    if not report.failed:
+        outcome = noted.get("outcome", "failed" if report.skipped else "passed")
+    return _named(_name(report.nodeid), outcome, _text(report), noted.get("seen", ()))
 
 
 def _text(report: pytest.TestReport) -> str:

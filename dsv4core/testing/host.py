@@ -6,88 +6,25 @@ taken back, and every byte that no query may read is poison.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from dsv4core.api import (
-    SWA,
     AttentionOutput,
-    KVCacheFormat,
     LayerCaches,
-    LayerKind,
     LayerWeights,
-    Limits,
-    ModelShape,
-    PageSizes,
     Step,
     Weight,
 )
-from dsv4core.api.kvcache import DTYPE_BYTES
 from dsv4core.framework.binding import BoundKind, BoundLayer, bind_kind, bind_layer
-from dsv4core.kvcache import KVCache, check_cache
+from dsv4core.kvcache import KVCache
 from dsv4core.model.rope import rope_table, rotate_back
 from dsv4core.model.shapes import layer_spec
 from dsv4core.step import Batch, StepBuffers, leading_decodes
 from dsv4core.testing import oracle
-from dsv4core.testing.subject import MODEL, Subject
-
-NAN = 0xFF
-"""Poison: bytes of which every format makes NaN (E8M0, E4M3, bf16 and fp32 alike)."""
-HUGE = 0x7E
-"""Poison: 448 as E4M3, 8e37 as bf16 and fp32."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a host asks for.
-
-    Attributes:
-        kind: The kind of its layers.
-        heads: Query heads of the model.
-        kv_cache_dtype: As a user would write it.
-        index_topk: Width of the table of chosen entries.
-        page_sizes: Rows a page.
-        page_gap: Pages' alignments of something else's bytes between a pool's pages; needs strided pages.
-        spare_pages: Pages of each pool that nobody gets, at its beginning.
-        limits: The largest step.
-        decode_query_len: Query tokens of a decode request.
-        graph: Whether steps are to be captured.
-        private_output: Whether the backend may keep its attention output to itself.
-        deterministic: Whether a row's output must not depend on its batch.
-        ranks: Ranks that share the heads.
-        rank: This one.
-        poison: The byte that fills what no query may read; None leaves that memory untouched.
-    """
-
-    kind: LayerKind = SWA
-    heads: int = 64
-    kv_cache_dtype: str = "auto"
-    index_topk: int = 512
-    page_sizes: PageSizes = PageSizes()
-    page_gap: int = 0
-    spare_pages: int = 1
-    limits: Limits = Limits(max_tokens=128, max_requests=8, max_model_len=4096, max_query_len=128)
-    decode_query_len: int = 1
-    graph: bool = False
-    private_output: bool = False
-    deterministic: bool = False
-    ranks: int = 1
-    rank: int = 0
-    poison: int | None = NAN
-
-    @property
-    def model(self) -> ModelShape:
-        """DeepSeek-V4-Flash's attention with this case's heads, and one layer."""
-        return replace(
-            MODEL,
-            num_hidden_layers=1,
-            num_attention_heads=self.heads,
-            o_groups=math.gcd(self.heads, MODEL.o_groups),
-            index_topk=self.index_topk,
-            layer_kinds=(self.kind,),
-        )
+from dsv4core.testing.case import Case
+from dsv4core.testing.subject import Subject
 
 
 class Host:
@@ -101,19 +38,7 @@ class Host:
         """
         self.subject, self.case, self.device = subject, case, subject.device
         self.random = torch.Generator().manual_seed(seed)
-        self.request = subject.request(
-            case.model,
-            seam="kernel",
-            limits=case.limits,
-            kv_cache_dtype=case.kv_cache_dtype,
-            page_sizes=case.page_sizes,
-            strided_pages=case.page_gap > 0,
-            decode_query_len=case.decode_query_len,
-            tensor_parallel=case.ranks,
-            graph=case.graph,
-            private_output=case.private_output,
-            deterministic=case.deterministic,
-        )
+        self.request = case.request(subject, "kernel")
         self.selection = subject.select(self.request)
         self.plan = self.selection.plans[case.kind.name]
         self.spec = layer_spec(case.model, 0, case.rank, case.ranks)
@@ -245,28 +170,15 @@ class Host:
         first, last = self.case.spare_pages, 1
         requests = self.case.limits.max_requests
         pages = first + requests * self._window_pages() + last
-        window = self._pool(layout.window, pages, sizes.window)
+        window = self.case.pool(layout.window, pages, sizes.window, self.device)
         self._free_window = self._shuffled(first, pages - last)
         if kind.ratio is None:
             return LayerCaches(window)
         held = -(-self.case.limits.max_model_len // sizes.context)
         pages = first + requests * held + last
         self._free_context = self._shuffled(first, pages - last)
-        return LayerCaches(window, self._pool(layout.compressed, pages, sizes.compressed_rows(kind)))
-
-    def _pool(self, format: KVCacheFormat, pages: int, rows: int) -> KVCache:
-        """A pool of poison. Memory that is not filled is not touched: it may be gigabytes."""
-        stride = format.page_bytes(rows) + self.case.page_gap * format.page_alignment
-        memory = torch.empty(pages * stride, dtype=torch.uint8, device=self.device)
-        if self.case.poison is not None:
-            memory.fill_(self.case.poison)
-        pool = memory.view(getattr(torch, format.storage_dtype)).as_strided(
-            (pages, rows, format.row_width),
-            (stride // DTYPE_BYTES[format.storage_dtype], format.row_width, 1),
-        )
-        cache = KVCache(pool, format)
-        check_cache(cache, f"the host's {format.name} cache")
-        return cache
+        rows = sizes.compressed_rows(kind)
+        return LayerCaches(window, self.case.pool(layout.compressed, pages, rows, self.device))
 
     def _window_pages(self) -> int:
         """Most pages that a request holds: its window, a whole chunk, and the ends of both."""
@@ -305,12 +217,19 @@ class _Request:
         self._known_tokens = torch.zeros(length, dtype=torch.bool)
         ratio = host.case.kind.ratio
         self._known_entries = torch.zeros(0 if ratio is None else length // ratio, dtype=torch.bool)
+        self._length = 0
 
     def fill(self, computed: int, query: int) -> None:
-        """Have the pages and keys that queries from `computed` on look back on, and no others."""
+        """Have the pages and keys that queries from `computed` on look back on, and no others.
+
+        A request that goes back by more than its drafts is another one, with pages of its own.
+        """
         host, total = self.host, computed + query
+        if computed < self._length - host.case.decode_query_len:
+            self._begin_again()
+        self._length = total
         first = max(0, computed - host.spec.model.sliding_window + 1)
-        self._give_back(first // host.case.page_sizes.window)
+        self._give_back_window(first // host.case.page_sizes.window)
         self._take(self.window, first // host.case.page_sizes.window, total, host.case.page_sizes.window)
         self._write(host.caches.window, self.window, self._known_tokens, torch.arange(first, total))
         kind = host.case.kind
@@ -325,16 +244,25 @@ class _Request:
         assert cache is not None
         self._write(cache, self.context, self._known_entries, numbers)
 
-    def _give_back(self, first_page: int) -> None:
-        host, window = self.host, self.host.caches.window
-        for page in range(first_page):
-            if self.window[page] >= 0:
-                physical = int(self.window[page])
-                host._free_window.append(physical)
-                self.window[page] = -1
-                if host.case.poison is not None:
-                    for region in window.regions:
-                        region[physical].fill_(host.case.poison)
+    def _begin_again(self) -> None:
+        self._give_back_window(len(self.window))
+        compressed = self.host.caches.compressed
+        if compressed is not None:
+            self._give_back(self.context, compressed, self.host._free_context)
+        self._known_tokens.fill_(False)
+        self._known_entries.fill_(False)
+
+    def _give_back_window(self, pages: int) -> None:
+        """The first pages: no query looks at them any more."""
+        self._give_back(self.window[:pages], self.host.caches.window, self.host._free_window)
+
+    def _give_back(self, table: torch.Tensor, cache: KVCache, free: list[int]) -> None:
+        held = table[table >= 0].tolist()
+        free.extend(held)
+        table.fill_(-1)
+        if self.host.case.poison is not None:
+            for region in cache.regions:
+                region[held] = self.host.case.poison
 
     def _take(self, table: torch.Tensor, first_page: int, total: int, page_tokens: int) -> None:
         free = self.host._free_window if table is self.window else self.host._free_context

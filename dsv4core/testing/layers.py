@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
-from dsv4core.api import LayerKind, LayerWeights, Limits, ModelShape, PageSizes, Request, Weight
+from dsv4core.api import LayerCaches, LayerWeights, ModelShape, Request, Weight
 from dsv4core.attention import DeepseekV4Attention
 from dsv4core.framework.binding import bind_layer
 from dsv4core.framework.selection import Selection, select
+from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.random_checkpoint import random_layer
 from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import layer_spec
 from dsv4core.stack import AttentionStack, StackedLayer
-from dsv4core.testing.subject import MODEL, Subject
-
-LAYER_MODEL = replace(MODEL, index_topk=128)
-"""One layer of each kind; 128 of the entries are chosen, so that 600 tokens make the indexer choose."""
+from dsv4core.testing.case import Case
+from dsv4core.testing.subject import Subject
 
 
-def backend_stack(
-    subject: Subject,
-    kinds: Iterable[LayerKind],
-    limits: Limits,
-    kv_cache_dtype: str = "auto",
-    decode_query_len: int = 1,
-    heads: int = 64,
-    page_sizes: PageSizes = PageSizes(),
-) -> AttentionStack:
-    """Layers of these kinds with random weights, on the backend.
+def backend_stack(subject: Subject, case: Case) -> AttentionStack:
+    """The layers of a case with random weights, on the backend, their caches full of the case's poison.
 
     Raises:
         Refused: It cannot run them.
     """
-    groups = math.gcd(heads, LAYER_MODEL.o_groups)
-    request = subject.request(
-        replace(LAYER_MODEL, num_attention_heads=heads, o_groups=groups),
-        limits=limits,
-        kv_cache_dtype=kv_cache_dtype,
-        decode_query_len=decode_query_len,
-        page_sizes=page_sizes,
-        private_output=True,
-        host_lengths=True,
+    selection = subject.select(case.request(subject, "layer"))
+    layers = [_layer(selection, index, subject.device) for index in range(len(case.model.layer_kinds))]
+    pools = CachePools(
+        [layer.spec for layer in layers],
+        selection.layout,
+        case.page_sizes,
+        case.limits,
+        subject.device,
+        case.decode_query_len,
+        case.spare_pages,
+        case.pool,
     )
-    selection = subject.select(request)
-    layers = [_layer(selection, LAYER_MODEL.layer_kinds.index(kind), subject.device) for kind in kinds]
-    return AttentionStack(selection, layers, subject.device)
+    return AttentionStack(selection, layers, subject.device, pools)
 
 
 def reference_stack(stack: AttentionStack) -> AttentionStack:
@@ -60,16 +49,24 @@ def reference_stack(stack: AttentionStack) -> AttentionStack:
         selection.request,
         kv_cache_dtype=layout.window.name,
         index_dtype=layout.index.name.removeprefix("index_"),
+        graph=False,
+        deterministic=False,
+        strided_pages=False,
     )
     chosen, device = select(request, "reference"), stack.layers[0].norm.device
     layers = [_reference_layer(request, layer.spec.index, device) for layer in stack.layers]
     return AttentionStack(chosen, layers, device)
 
 
+def caches_of(stack: AttentionStack) -> LayerCaches:
+    """The caches of a stack's first layer."""
+    return stack.pools.layers[stack.layers[0].spec.index]
+
+
 def hidden_states(tokens: int, stack: AttentionStack, seed: int = 0) -> torch.Tensor:
     """Random inputs `[tokens, hidden_size]` in the activation dtype."""
     random = torch.Generator().manual_seed(seed)
-    values = torch.randn(tokens, LAYER_MODEL.hidden_size, generator=random)
+    values = torch.randn(tokens, stack.selection.request.model.hidden_size, generator=random)
     return values.to(stack.layers[0].norm.device, getattr(torch, stack.selection.request.dtype))
 
 
@@ -80,19 +77,21 @@ def _reference_layer(request: Request, index: int, device: torch.device) -> Stac
 
 
 def _layer(selection: Selection, index: int, device: torch.device) -> StackedLayer:
-    model = selection.request.model
+    request = selection.request
+    model = request.model
     spec = layer_spec(model, index)
-    positions = selection.request.limits.max_model_len
-    table = rope_table(model.rope_of(spec.kind), model.qk_rope_head_dim, positions, device)
-    tensors = {name: _on(weight, device) for name, weight in _weights(model, index).items()}
+    table = rope_table(model.rope_of(spec.kind), model.qk_rope_head_dim, request.limits.max_model_len, device)
+    tensors = {name: _on(weight, device) for name, weight in weights_of(model, index).items()}
     norm = tensors.pop("attn_norm").data
     weights = LayerWeights(tensors, table)
     bound = bind_layer(selection, spec, weights, device)
-    return StackedLayer(DeepseekV4Attention(bound, weights, selection.layout), norm)
+    attention = DeepseekV4Attention(bound, weights, selection.layout, graph=request.graph)
+    return StackedLayer(attention, norm)
 
 
-@cache
-def _weights(model: ModelShape, index: int) -> dict[str, Weight]:
+@lru_cache(maxsize=16)
+def weights_of(model: ModelShape, index: int) -> dict[str, Weight]:
+    """A layer's random weights, whole and on the CPU; do not write to them."""
     return random_layer(model, index)
 
 

@@ -5,6 +5,9 @@ pytest loads it in every session on a machine with dsv4core, so nothing heavy is
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend.OPTION=…, device=… or dtype=…, as for dsv4 run",
     )
     group.addoption("--dsv4-quick", action="store_true", help="leave out cases of gigabytes or minutes")
+    group.addoption(
+        "--dsv4-deadline",
+        metavar="SECONDS",
+        type=float,
+        help="end the process where a check takes longer; without it, a hang is waited for",
+    )
     parser.addini("dsv4_backend", "the backend that the suite of dsv4core checks", default="")
 
 
@@ -75,10 +84,35 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     mark = item.get_closest_marker("dsv4")
     if mark is None:
         return
-    _note(item, "level", mark.kwargs["level"])
-    _note(item, "reports", mark.kwargs["reports"])
     if item.config.getoption("--dsv4-quick") and item.get_closest_marker("dsv4_large"):
         _leave_out(item, "large", "it is large, and --dsv4-quick was given")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """End the process where a check hangs, or has lost the device for all checks that follow."""
+    deadline = item.config.getoption("--dsv4-deadline")
+    if deadline is None:
+        return (yield)
+    faulthandler.dump_traceback_later(deadline, exit=True)  # also where the GIL is held
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if _device_is_lost():
+            os._exit(1)
+
+
+def _device_is_lost() -> bool:
+    """Whether an error of a kernel has spoilt this process, so that every later call fails with it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,9 +135,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         _leave_out(item, "elsewhere" if refused.elsewhere else "refused", str(refused))
     except Elsewhere as elsewhere:
         _leave_out(item, "elsewhere", str(elsewhere))
+    else:
+        if mark.kwargs["owned"] and not _owns(subject, mark.kwargs["owned"]):
+            _note(item, "outcome", "core")
     finally:
         _note(item, "seen", [dict(seen) for seen in subject.seen])
     return result
+
+
+def _owns(subject: Subject, operations: tuple[str, ...]) -> bool:
+    return any(set(operations) & set(seen["own_ops"]) for seen in subject.seen)
 
 
 def _note(item: pytest.Item, key: str, value: Any) -> None:

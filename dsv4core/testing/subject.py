@@ -190,6 +190,7 @@ class Subject:
                 "window_page": request.page_sizes.window,
                 "context_page": request.page_sizes.context,
                 "seam": request.seam,
+                "own_ops": sorted(set().union(*(plan.own_ops for plan in selection.plans.values()))),
             }
         )
         return selection

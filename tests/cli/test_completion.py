@@ -55,7 +55,7 @@ LINES = [
     ("dsv4 plugins ", "--help --json"),
     ("dsv4 check ", "--help acme broken"),
     ("dsv4 check a", "acme"),
-    ("dsv4 check acme ", "--help --json --only --quick backend.workspace_mib= device= dtype="),
+    ("dsv4 check acme ", "--deadline --help --json --only --quick backend.workspace_mib= device= dtype="),
     ("dsv4 check acme device=", "device=auto device=cpu device=cuda"),
     ("dsv4 rum ", ""),
 ]

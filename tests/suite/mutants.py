@@ -80,7 +80,9 @@ class Reference(Hooks):
     def dsv4_index_logits(self, layer, q, weights, caches, step):
         visible = (step.positions + 1) // layer.kind.ratio
         table = step.compressed[layer.kind.name]
-        return ops.index_logits(q, weights, caches.index, table, step.token_to_request, visible)
+        scores = ops.index_logits(q, weights, caches.index, table, step.token_to_request, visible)
+        width = step.limits.max_model_len // layer.kind.ratio  # as for a graph
+        return torch.nn.functional.pad(scores, (0, width - scores.shape[1]), value=-math.inf)
 
     @hookimpl
     def dsv4_index_topk(self, layer, logits):
@@ -171,7 +173,7 @@ class StalePlan(Reference):
 class StaleReplay(Reference):
     """A step object that was planned before is not planned again, as a graph that captured its lengths."""
 
-    check, arguments = "test_a_graph_replays_other_lengths", {"kind": SWA}
+    check, arguments = "test_a_graph_replays_other_lengths", {"kind": SWA, "batch": 8}
     capabilities = frozenset({"graph"})
 
     class Step(ReferenceStep):
@@ -462,7 +464,7 @@ class Unrepeatable(Attention):
 
 
 class RotatedTwice(Reference):
-    check, arguments, says = "test_queries", {"kind": SWA}, "The query is off"
+    check, arguments, says = "test_queries", {"kind": SWA, "heads": 64}, "The query is off"
     own = frozenset({"insert_kv"})
 
     @hookimpl
@@ -483,7 +485,11 @@ class KeysNotRotated(Reference):
 
 
 class PaddedHeadsNotZero(Reference):
-    check, arguments, says = "test_queries", {"kind": SWA}, "Padded heads of q are not exact zeros"
+    check, arguments, says = (
+        "test_queries",
+        {"kind": SWA, "heads": 64},
+        "Padded heads of q are not exact zeros",
+    )
     own = frozenset({"insert_kv"})
 
     @hookimpl
@@ -529,6 +535,121 @@ class SlotMinusOneWrites(Reference):
         slots = torch.where(step.window.slot_mapping < 0, last, step.window.slot_mapping)
         step = replace(step, window=replace(step.window, slot_mapping=slots))
         return super().dsv4_insert_kv(layer, state, q, kv, positions, caches, step)
+
+
+class WritesTight(Reference):
+    """Pages are taken to lie side by side."""
+
+    check, arguments = "test_writing_to_strided_pages", {"kind": SWA, "format": "bf16"}
+    says = "rows of the window cache is off"
+    own = frozenset({"insert_kv"})
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        pool = caches.window.pool
+        tight = pool.as_strided(pool.shape, (pool.shape[1] * pool.shape[2], pool.shape[2], 1))
+        caches = replace(caches, window=KVCache(tight, caches.window.format))
+        return super().dsv4_insert_kv(layer, state, q, kv, positions, caches, step)
+
+
+class WritesAt32Bits(Reference):
+    """Slots beyond 2 GiB wrap around."""
+
+    check, arguments = "test_writing_beyond_two_gib", {"kind": SWA}
+    says = "rows of the window cache is off"
+    own = frozenset({"insert_kv"})
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        size = caches.window.format.bytes_per_token
+        slots = (step.window.slot_mapping * size).int().long() % (1 << 31) // size
+        step = replace(step, window=replace(step.window, slot_mapping=slots))
+        return super().dsv4_insert_kv(layer, state, q, kv, positions, caches, step)
+
+
+class ZeroIsNaN(Reference):
+    """A row of zeros is divided by its largest value."""
+
+    check, arguments = "test_rows_of_any_magnitude", {"kind": SWA, "factor": 0.0}
+    says = "rows of the window cache is off"
+    own = frozenset({"insert_kv"})
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        kv = kv / kv.abs().amax(-1, keepdim=True) * kv.abs().amax(-1, keepdim=True)
+        return super().dsv4_insert_kv(layer, state, q, kv, positions, caches, step)
+
+
+class EpsOutsideTheRoot(Reference):
+    """The norm's eps is added to the root of the mean square."""
+
+    check, arguments, says = "test_rows_of_any_magnitude", {"kind": SWA, "factor": 1e-6}, "query is off"
+    own = frozenset({"insert_kv"})
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        root = q.float().square().mean(-1, keepdim=True).sqrt()
+        normed = (q / (root + layer.model.rms_norm_eps)).to(q.dtype)
+        return super().dsv4_insert_kv(layer, state, normed, kv, positions, caches, step)
+
+
+class PaddingWrites(Reference):
+    """A graph's rows of padding write where the first request's page 0 would be."""
+
+    check, arguments = "test_graphs_write_what_steps_write", {"kind": SWA}
+    says = "bytes of the window cache changed that no row has"
+    own, capabilities = frozenset({"insert_kv"}), frozenset({"graph"})
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        step = replace(step, window=replace(step.window, slot_mapping=step.window.slot_mapping.clamp_min(0)))
+        return super().dsv4_insert_kv(layer, state, q, kv, positions, caches, step)
+
+
+class StaleRequests(Reference):
+    """A graph keeps the requests of the step that it was captured for."""
+
+    check, arguments = "test_a_layer_of_graphs", {"kind": SWA}
+    says = "output of a swa layer is off"
+    capabilities = frozenset({"graph"})
+
+    class Step(ReferenceStep):
+        def plan(self, step):
+            if getattr(self, "_step", None) is not step:
+                super().plan(step)
+            self._step = step
+
+
+class WidthOfTheStep(Reference):
+    """Scores are as wide as the step's longest request, which a graph cannot follow."""
+
+    check, arguments = "test_a_layer_of_graphs", {"kind": C4A}
+    says = "has a width that depends on the step"
+    own, capabilities = frozenset({"index_logits", "index_topk"}), frozenset({"graph"})
+
+    @hookimpl
+    def dsv4_index_logits(self, layer, q, weights, caches, step):
+        scores = super().dsv4_index_logits(layer, q, weights, caches, step)
+        return scores[:, : int(step.positions.max() + 1) // layer.kind.ratio]
+
+
+class EntryWrittenOnce(Reference):
+    """An entry that drafts completed stays, though they were rejected."""
+
+    check, arguments = "test_rejected_drafts_leave_no_trace", {"kind": C4A, "accepted": 0}
+    says = "rows of the compressed cache is off"
+    own = frozenset({"compress"})
+    written: ClassVar[set[int]] = set()
+
+    @hookimpl
+    def dsv4_compress(self, layer, state, projected, positions, caches, step, target):
+        table = step.compressed[layer.kind.name]
+        if target == "compressed":
+            slots = [-1 if slot in self.written else slot for slot in table.slot_mapping.tolist()]
+            self.written.update(slots)
+            table = replace(table, slot_mapping=torch.tensor(slots))
+        step = replace(step, compressed={layer.kind.name: table})
+        super().dsv4_compress(layer, state, projected, positions, caches, step, target)
 
 
 class HalvesSwapped(Reference):
@@ -588,7 +709,7 @@ class ChunkForgetsStates(Reference):
 
 
 class IndexWithoutRelu(Reference):
-    check, arguments, says = "test_index_logits", {}, "scores of a query is off"
+    check, arguments, says = "test_index_logits", {"phase": "chunk"}, "scores of a query is off"
     own = frozenset({"index_logits"})
 
     @hookimpl
@@ -600,7 +721,7 @@ class IndexWithoutRelu(Reference):
 
 
 class IndexSeesTheFuture(Reference):
-    check, arguments = "test_index_logits", {}
+    check, arguments = "test_index_logits", {"phase": "chunk"}
     says = "An entry that a query does not see has a score"
     own = frozenset({"index_logits"})
 
@@ -610,8 +731,35 @@ class IndexSeesTheFuture(Reference):
         return scores.nan_to_num(neginf=0.0)
 
 
+class EntryScoredTooEarly(Reference):
+    """An entry is scored one token before it is complete."""
+
+    check, arguments = "test_index_logits", {"phase": "decode"}
+    says = "An entry that a query does not see has a score"
+    own = frozenset({"index_logits"})
+
+    @hookimpl
+    def dsv4_index_logits(self, layer, q, weights, caches, step):
+        early = replace(step, positions=step.positions + 1)
+        return super().dsv4_index_logits(layer, q, weights, caches, early)
+
+
+class AllThatFitUnsorted(Reference):
+    """Where there is one entry more than are chosen, the first ones are taken."""
+
+    check, arguments, says = "test_topk", {"k": 512, "entries": 513}, "chooses other entries"
+    own = frozenset({"index_topk"})
+
+    @hookimpl
+    def dsv4_index_topk(self, layer, logits):
+        k = layer.model.index_topk
+        if logits.shape[1] <= k + 1:
+            logits = torch.where(logits > -math.inf, 1.0, -math.inf)
+        return super().dsv4_index_topk(layer, logits)
+
+
 class TiesToTheHighest(Reference):
-    check, arguments, says = "test_topk", {}, "chooses other entries"
+    check, arguments, says = "test_topk", {"k": 128, "entries": 226}, "chooses other entries"
     own = frozenset({"index_topk"})
 
     @hookimpl
@@ -621,7 +769,7 @@ class TiesToTheHighest(Reference):
 
 
 class NaNIsChosen(Reference):
-    check, arguments, says = "test_topk", {}, "chooses other entries"
+    check, arguments, says = "test_topk", {"k": 128, "entries": 226}, "chooses other entries"
     own = frozenset({"index_topk"})
 
     @hookimpl
@@ -632,7 +780,7 @@ class NaNIsChosen(Reference):
 class OnlyTheChunkIsScored(Reference):
     """The entries of earlier chunks are never chosen."""
 
-    check, arguments, says = "test_choices", {"phase": "chunk"}, "choices are the reference's"
+    check, arguments, says = "test_choices", {"phase": "chunk"}, "worse than its 128 best"
     own = frozenset({"index_logits"})
 
     @hookimpl

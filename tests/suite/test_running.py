@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ from dsv4core.backends import reference
 from dsv4core.cli.check import _verdict
 from dsv4core.cli.main import main
 from dsv4core.testing.conformance import Checked, Conformance, run_suite
-from dsv4core.testing.fakes import isolate
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite import MODULES, checks
 from dsv4core.testing.suite.marks import LEVELS
 from tests.suite.mutants import MUTANTS, Hooks
 
 Capture = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
 
 
 class Elsewhere(Hooks):
@@ -49,35 +51,68 @@ class ForFewHeads(Hooks):
         return [Reason("q-heads", "Too many heads.", "Use 16.")] if request.num_heads > 16 else []
 
 
+class Dies(Hooks):
+    """It takes its process with it, as a fault in a kernel library does."""
+
+    @hookimpl
+    def dsv4_forward_mqa(self):
+        os._exit(139)
+
+
+class Hangs(Hooks):
+    """It never returns."""
+
+    @hookimpl
+    def dsv4_forward_mqa(self):
+        time.sleep(3600)
+
+
 elsewhere, undeclared, few, sink_ignored = Elsewhere(), Undeclared(), ForFewHeads(), MUTANTS["SinkIgnored"]()
+dies, hangs = Dies(), Hangs()
+BACKENDS = ("elsewhere", "undeclared", "few", "sink_ignored", "dies", "hangs")
 
 
 @pytest.fixture
-def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def site(tmp_path: Path) -> Path:
+    """A folder with metadata of these backends."""
     metadata = tmp_path / "acme-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    lines = ["[dsv4core.backends]", "reference = dsv4core.backends.reference"]
-    lines += [f"{name} = {__name__}:{name}" for name in ("elsewhere", "undeclared", "few", "sink_ignored")]
+    lines = ["[dsv4core.backends]", *(f"{name} = tests.suite.test_running:{name}" for name in BACKENDS)]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    isolate(tmp_path, monkeypatch)
+    return tmp_path
 
 
-def test_a_failure_ends_with_1_and_says_how_to_see_it_again(backends: None, capsys: Capture) -> None:
-    assert main(["check", "sink_ignored", "--only", "test_sinks or test_info"]) == 1
-    out = capsys.readouterr().out
-    assert "sink_ignored (acme 1.0) on cpu, bfloat16" in out
-    assert "failed: The attention output is off in" in out
-    assert "  L3 test_sinks\n  dsv4 check sink_ignored --only 'test_sinks'\n" in out
-    assert out.endswith("sink_ignored does not conform: 1 check failed.\n")
+def dsv4_check(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """As users run it: the suite starts processes of its own."""
+    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "from dsv4core.cli.main import main; exit(main())", "check", *words]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True)
 
 
-def test_json(backends: None, capsys: Capture) -> None:
+def found_by(site: Path, name: str, only: str, *words: str) -> dict[str, dict[str, Any]]:
+    """What became of some checks, by name."""
+    done = dsv4_check(site, name, "--only", only, "--json", *words)
+    assert done.stdout, done.stderr
+    return {own["name"]: own for own in json.loads(done.stdout)["checks"]}
+
+
+def test_a_failure_ends_with_1_and_says_how_to_see_it_again(site: Path) -> None:
+    done = dsv4_check(site, "sink_ignored", "--only", "test_sinks or test_info")
+    assert done.returncode == 1
+    assert "sink_ignored (acme 1.0) on cpu, bfloat16" in done.stdout
+    assert "failed: The attention output is off in" in done.stdout
+    assert "  L3 test_sinks\n  dsv4 check sink_ignored --only 'test_sinks'\n" in done.stdout
+    assert done.stdout.endswith("sink_ignored does not conform: 1 check failed.\n")
+
+
+def test_json(capsys: Capture) -> None:
     assert main(["check", "reference", "--json", "--quick", "--only", "test_widths or test_info"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["backend"], found["ok"], found["complete"]) == ("reference", True, False)
     assert found["levels"]["L3"] == {
-        **dict.fromkeys(("failed", "refused", "undeclared", "elsewhere"), 0),
+        **dict.fromkeys(("core", "failed", "refused", "undeclared", "elsewhere"), 0),
         "passed": 10,
         "large": 1,
     }
@@ -87,10 +122,10 @@ def test_json(backends: None, capsys: Capture) -> None:
     assert [(own["name"], own["level"]) for own in left_out] == [("test_widths[8192]", "L3")]
 
 
-def test_what_another_machine_could_show(backends: None, capsys: Capture) -> None:
-    assert main(["check", "elsewhere", "--only", "test_sinks or test_info"]) == 0
-    out = capsys.readouterr().out
-    assert "elsewhere: [platform] It has kernels for xpu, and the request is for cpu." in out
+def test_what_another_machine_could_show(site: Path) -> None:
+    done = dsv4_check(site, "elsewhere", "--only", "test_sinks or test_info")
+    assert done.returncode == 0
+    assert "elsewhere: [platform] It has kernels for xpu, and the request is for cpu." in done.stdout
 
 
 VERDICTS = [
@@ -111,14 +146,15 @@ def test_verdicts(outcomes: list[tuple[str, Any]], text: str) -> None:
     assert _verdict(Conformance(Subject("acme"), checked), "cpu") == text
 
 
-def test_some_checks_are_no_verdict(backends: None, capsys: Capture) -> None:
+def test_some_checks_are_no_verdict(capsys: Capture) -> None:
     assert main(["check", "reference", "--only", "test_sinks"]) == 0
     assert capsys.readouterr().out.endswith("1 check passed, of those that --only names; no verdict.\n")
 
 
-def test_what_is_not_declared_is_left_out_and_refused(backends: None) -> None:
-    found = run_suite("undeclared", only="log_sum_exp or ranks_heads or strided or not_declared")
-    outcomes = {own.name.partition("[")[0]: own.outcome for own in found.checks}
+def test_what_is_not_declared_is_left_out_and_refused(site: Path) -> None:
+    only = "log_sum_exp or ranks_heads or test_strided or not_declared"
+    found = found_by(site, "undeclared", only)
+    outcomes = {name.partition("[")[0]: own["outcome"] for name, own in found.items()}
     assert outcomes == {
         "test_log_sum_exp": "undeclared",
         "test_log_sum_exp_of_nothing": "undeclared",
@@ -126,23 +162,45 @@ def test_what_is_not_declared_is_left_out_and_refused(backends: None) -> None:
         "test_strided_pages": "undeclared",
         "test_what_is_not_declared_is_refused": "passed",
     }
-    assert found.ok
-    assert not found.complete, "some were asked for only"
 
 
-def test_the_core_cannot_be_refused(backends: None) -> None:
-    found = run_suite("few", only="test_sinks or test_head_counts")
-    assert not found.ok
-    (failed,) = found.having("failed")
-    assert failed.name == "test_sinks"
-    assert failed.text == "It has to serve this, and refused it: [q-heads] Too many heads. Use 16."
-    assert {own.name for own in found.having("refused")} == {
-        f"test_head_counts[{heads}]" for heads in (24, 32, 48, 64, 96, 128)
+def test_the_core_cannot_be_refused(site: Path) -> None:
+    found = found_by(site, "few", "test_sinks or test_head_counts")
+    failed = found.pop("test_sinks")
+    assert failed["outcome"] == "failed"
+    assert failed["text"] == "It has to serve this, and refused it: [q-heads] Too many heads. Use 16."
+    outcomes = {int(name.partition("[")[2][:-1]): own["outcome"] for name, own in found.items()}
+    assert outcomes == {
+        **dict.fromkeys((1, 2, 3, 4, 8, 16), "passed"),
+        **dict.fromkeys((24, 32, 48, 64, 96, 128), "refused"),
     }
-    assert found.coverage()["heads"] == [1, 2, 3, 4, 8, 16]
 
 
-def test_no_check_of_that_name(backends: None) -> None:
+def test_a_process_that_dies_fails_one_check_and_the_others_go_on(site: Path) -> None:
+    found = found_by(site, "dies", "test_sinks or test_info or test_topk")
+    failed = found.pop("test_sinks")
+    assert (failed["outcome"], failed["level"], failed["reports"][0]) == ("failed", "L3", "atlas#341")
+    assert failed["text"].startswith("The process died of it, as by a fault in a kernel library;")
+    assert {own["outcome"] for own in found.values()} == {"passed", "core"}
+
+
+def test_processes_are_lost_only_so_often(site: Path) -> None:
+    found = found_by(site, "dies", "test_every_kind_in_every_phase")
+    texts = [own["text"] for own in found.values() if own["outcome"] == "failed"]
+    assert len(texts) == len(found) == 12
+    assert sum(text.startswith("The process died of it") for text in texts) == 6
+    assert texts.count("It was not run: the process of the checks was lost 6 times.") == 6
+
+
+def test_a_hang_fails_one_check_and_the_others_go_on(site: Path) -> None:
+    done = dsv4_check(site, "hangs", "--only", "test_sinks or test_description", "--deadline", "5")
+    assert done.returncode == 1
+    assert "failed: It hangs: it had not ended after 5 s. Where it was is printed above." in done.stdout
+    assert done.stdout.endswith("hangs does not conform: 1 check failed.\n")
+    assert "in dsv4_forward_mqa" in done.stderr
+
+
+def test_no_check_of_that_name() -> None:
     with pytest.raises(ConfigError, match="No check is named like 'zzz'"):
         run_suite("reference", only="zzz")
 

@@ -1,7 +1,4 @@
-"""Attention and its output projection by the definition, in float64 on the CPU, on the bytes that are there.
-
-It shares no code with the operations of `dsv4core.ops`, so that it can judge them, too.
-"""
+"""Attention and its output projection."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import torch
 from dsv4core.api import LayerKind, Step, Weight
 from dsv4core.kvcache import KVCache
 from dsv4core.model.blocks import dequantize_block
+from dsv4core.testing.oracle.rotation import turned_back
 
 
 def attend(
@@ -41,13 +39,13 @@ def attend(
     table = step.compressed[kind.name] if compressed is not None else None
     for token, (request, position) in enumerate(zip(requests, positions, strict=True)):
         seen = torch.arange(max(0, position - window_tokens + 1), position + 1)
-        rows = [_rows(window, seen, step.window.block_table[request])]
+        rows = [cached_rows(window, seen, step.window.block_table[request])]
         if compressed is not None and table is not None and kind.ratio is not None:
             entries = torch.arange((position + 1) // kind.ratio)
             if selected is not None:
                 chosen = selected[token].cpu().long()
                 entries = chosen[chosen >= 0]
-            rows.append(_rows(compressed, entries, table.block_table[request]))
+            rows.append(cached_rows(compressed, entries, table.block_table[request]))
         out, lse = _softmax(q[token].cpu().double(), torch.cat(rows), softmax_scale, sinks)
         outputs.append(out)
         sums.append(lse)
@@ -77,18 +75,17 @@ def project(
     """
     attention = attention.cpu().double()
     if positions is not None:
-        attention = _rotated_back(attention, rope.cpu()[positions.cpu()].double())
+        attention = turned_back(attention, positions.cpu(), rope.cpu())
     grouped = attention.flatten(1).unflatten(1, (groups, -1))
     low_rank = torch.einsum("tgd,grd->tgr", grouped, _values(wo_a).unflatten(0, (groups, -1)))
     return low_rank.flatten(1) @ _values(wo_b).T
 
 
-def _rotated_back(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The last channels, in pairs of neighbours, turned by the opposite of their positions' angles."""
-    cos, sin = table[:, None].chunk(2, dim=-1)
-    even, odd = x[..., -table.shape[-1] :: 2], x[..., -table.shape[-1] + 1 :: 2]
-    turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], dim=-1)
-    return torch.cat([x[..., : -table.shape[-1]], turned.flatten(-2)], dim=-1)
+def cached_rows(cache: KVCache, numbers: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """Rows of one request by number, `[n, width]` fp64; those on pages that it does not have are left out."""
+    page = block_table.cpu().long()[numbers // cache.page_size]
+    slots = (page * cache.page_size + numbers % cache.page_size)[page >= 0]
+    return cache.read(slots.to(cache.pool.device)).cpu().double()
 
 
 def _values(weight: Weight) -> torch.Tensor:
@@ -96,13 +93,6 @@ def _values(weight: Weight) -> torch.Tensor:
     if weight.scale is None or weight.block is None:
         return data.double()
     return dequantize_block(data, weight.scale.cpu(), weight.block).double()
-
-
-def _rows(cache: KVCache, numbers: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """Rows of one request by number, `[n, width]`; those on pages that it does not have are left out."""
-    page = block_table.cpu().long()[numbers // cache.page_size]
-    slots = (page * cache.page_size + numbers % cache.page_size)[page >= 0]
-    return cache.read(slots.to(cache.pool.device)).cpu().double()
 
 
 def _softmax(

@@ -11,7 +11,7 @@ or, in a test file of the backend's own repository, with `dsv4_backend = NAME` i
 from importlib import import_module
 from typing import Any
 
-MODULES = ("contract", "calls", "caches", "attention", "indexer", "layers", "steps", "projection")
+MODULES = ("contract", "calls", "caches", "attention", "indexer", "layers", "steps", "hot", "projection")
 
 
 def checks() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from dsv4core.api import CAPABILITIES
+from dsv4core.api import CAPABILITIES, OWN_OPS
 
 LEVELS = {
     "L0": "contract",
@@ -19,7 +19,12 @@ LEVELS = {
 
 
 def check(
-    level: str, *, core: bool = False, needs: Iterable[str] = (), reports: Iterable[str] = ()
+    level: str,
+    *,
+    core: bool = False,
+    needs: Iterable[str] = (),
+    owned: Iterable[str] = (),
+    reports: Iterable[str] = (),
 ) -> pytest.MarkDecorator:
     """Mark a test as a check of the suite.
 
@@ -27,12 +32,14 @@ def check(
         level: One of `LEVELS`.
         core: Whether every backend has to pass it on a machine of its own: refusing is failing.
         needs: Capabilities without which it does not apply.
+        owned: Operations that it is about; a backend that owns none of them leaves them to the core.
         reports: Public reports of what goes wrong where it fails.
     """
-    unknown = sorted(set(needs) - set(CAPABILITIES))
+    unknown = sorted({*needs} - {*CAPABILITIES} | {*owned} - OWN_OPS)
     if level not in LEVELS or unknown:
-        raise ValueError(f"level {level!r} or capabilities {unknown} of a check are not known.")
-    return pytest.mark.dsv4(level=level, core=core, needs=tuple(needs), reports=tuple(reports))
+        raise ValueError(f"level {level!r}, capabilities or operations {unknown} of a check are not known.")
+    marks = {"needs": tuple(needs), "owned": tuple(owned), "reports": tuple(reports)}
+    return pytest.mark.dsv4(level=level, core=core, **marks)
 
 
 large = pytest.mark.dsv4_large

@@ -31,7 +31,7 @@ from dsv4core.framework.manager import answer
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, allocate_cache, check_cache
 from dsv4core.model.tensors import layer_tensors
 from dsv4core.testing.compare import assert_rows
-from dsv4core.testing.subject import MODEL, REFUSABLE, Refused, Subject
+from dsv4core.testing.subject import ARCHITECTURES, MODEL, REFUSABLE, Refused, Subject
 from dsv4core.testing.suite.marks import check
 
 HEAVY = ("torch", "triton", "flash_mla", "flashinfer", "deep_gemm", "aiter", "cutlass", "jax")
@@ -189,6 +189,26 @@ def test_another_platform_is_refused(dsv4: Subject) -> None:
     for platform in others:
         codes = _refusal(dsv4, dsv4.request(platform=platform, arch="", probe="static"))
         assert codes == ["platform"], f"platform={platform} is refused with {codes}, and 'platform' is due."
+
+
+@check("L0", core=True, reports=("vllm#48277", "1Cat-vLLM#603"))
+@pytest.mark.parametrize("platform", sorted(ARCHITECTURES))
+def test_every_architecture_is_answered(dsv4: Subject, platform: str) -> None:
+    """Asked from afar, it plans what it serves, and turns the others down by architecture or platform."""
+    served = [arch for arch in ARCHITECTURES[platform] if _answered(dsv4, platform, arch)]
+    if platform in dsv4.info.platforms:
+        assert served, f"It is made for {platform}, and turns down {', '.join(ARCHITECTURES[platform])}."
+
+
+def _answered(subject: Subject, platform: str, arch: str) -> bool:
+    """Whether a machine is served; then its plans are there."""
+    request = subject.request(platform=platform, arch=arch, probe="static")
+    codes = _refusal(subject, request)
+    if codes:
+        assert set(codes) & {"platform", "arch"}, f"{platform} {arch} is refused with {codes} only."
+        return False
+    _answers(subject, request)
+    return True
 
 
 NEEDS: dict[str, dict[str, Any]] = {

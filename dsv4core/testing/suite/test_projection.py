@@ -11,8 +11,9 @@ from dsv4core.api import C4A, SWA, AttentionOutput, LayerKind, Limits, Weight
 from dsv4core.framework.binding import BoundLayer
 from dsv4core.model.random_checkpoint import random_layer
 from dsv4core.testing import oracle
+from dsv4core.testing.case import NAN, Case
 from dsv4core.testing.compare import assert_rows, assert_same
-from dsv4core.testing.host import NAN, Case, Host
+from dsv4core.testing.host import Host
 from dsv4core.testing.subject import MODEL, Subject
 from dsv4core.testing.suite.marks import check
 from dsv4core.testing.tolerances import PROJECTION

@@ -1,16 +1,14 @@
-"""L4: steps follow each other, layers share them, graphs replay them."""
+"""L4: steps follow each other, and layers share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-import torch
 
-from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits, Step
+from dsv4core.api import C4A, C128A, SWA, LayerKind, Step
+from dsv4core.testing.case import Case
 from dsv4core.testing.compare import assert_attention
-from dsv4core.testing.host import Case, Host
-from dsv4core.testing.subject import Elsewhere, Subject
+from dsv4core.testing.host import Host
+from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.marks import check
 
 KINDS = [pytest.param(kind, id=kind.name) for kind in (SWA, C4A, C128A)]
@@ -101,97 +99,3 @@ def test_tables_may_hold_anything_that_is_not_reached(dsv4: Subject, kind: Layer
         step.window.block_table[request, : max(0, known - host.spec.model.sliding_window + 1) // tokens] = 0
     host.plan_step(step)
     attend_and_compare(host, step)
-
-
-@check("L4", needs=("graph",), reports=("vllm#51318",))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_replays_other_lengths(dsv4: Subject, kind: LayerKind) -> None:
-    """Captured with short requests, replayed with long ones and with fewer of them."""
-    limits = Limits(max_tokens=8, max_requests=8, max_model_len=4096, max_query_len=1)
-    host = Host(dsv4, Case(kind, limits=limits, graph=True))
-    captured = host.build((5, 300, 2, 129, 64, 127, 700, 1), (1,) * 8)
-    q, selected = host.query(captured), host.select(captured)
-    host.kind.prepare_step(captured)
-
-    def run() -> torch.Tensor:
-        host.kind.plan_step(captured)
-        return host.heads(host.attend(captured, q, selected))
-
-    replay = _captured(run, host.device)
-    for computed in ((3000, 4000, 300, 129, 2000, 1, 1500, 650), (4001, 600, 131), (128,) * 8):
-        count = len(computed)
-        step = host.build(computed, (1,) * count)
-        host.kind.prepare_step(step)
-        new_q, new_selected = host.query(step), host.select(step)
-        q[:count] = new_q
-        if selected is not None and new_selected is not None:
-            selected[:count] = new_selected  # behind it lies what earlier steps chose
-        found = replay()[:count]
-        expected, _ = host.expected(step, new_q, new_selected, host.sinks)
-        assert_attention(found, expected, step, host.plan.q_dtype)
-
-
-@check("L4", needs=("graph",))
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_hot_waits_for_the_device(dsv4: Subject, kind: LayerKind) -> None:
-    """A hook that reads a value on the host stalls every step, captured or not."""
-    host = Host(dsv4, Case(kind, graph=True))
-    if host.device.type != "cuda":
-        raise Elsewhere("Waiting for a device can be seen on a GPU only.")
-    step = host.build((700, 130, 64), (1, 1, 1))
-    q, selected = host.query(step), host.select(step)
-    for warm in (True, False):
-        host.kind.prepare_step(step)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("default" if warm else "error")
-        try:
-            host.kind.plan_step(step)
-            host.attend(step, q, selected)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@check("L4", reports=("vllm#51743", "vllm#41700"))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heads", [16, 64])
-def test_temporary_memory_is_what_the_plan_says(dsv4: Subject, heads: int, kind: LayerKind) -> None:
-    """A host reserves `workspace_bytes` and the output; a step takes no more."""
-    limits = Limits(max_tokens=2048, max_requests=8, max_model_len=8192, max_query_len=2048)
-    host = Host(dsv4, Case(kind, heads=heads, limits=limits))
-    if host.device.type != "cuda":
-        raise Elsewhere("torch counts the memory of a GPU only.")
-    for computed, query in (((6000,), (2048,)), ((8000,) * 8, (1,) * 8)):
-        step = host.step(computed, query)
-        q, selected = host.query(step), host.select(step)
-        host.attend(step, q, selected)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        host.plan_step(step)
-        output = host.attend(step, q, selected)
-        peak = torch.cuda.max_memory_allocated() - before
-        allowed = host.plan.workspace_bytes + output.data.nbytes + 2**20
-        assert peak <= allowed, f"A step took {peak:,} bytes, and its plan and output allow {allowed:,}."
-
-
-def _captured(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-    """A graph of `run` on a GPU; elsewhere `run` itself, which reads the same tensors again."""
-    if device.type != "cuda":
-        run()
-        return run
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        torch.cuda.synchronize()
-        return out
-
-    return replay
