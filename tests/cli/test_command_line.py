@@ -115,8 +115,8 @@ MISTAKES = [
     (["check", "a", "b"], "dsv4 check takes one backend's name, and was given a b; write dsv4 check NAME."),
     (
         ["check", "acme", "prefill=3"],
-        "dsv4 check takes no 'prefill=3'; it takes backend.OPTION=…, device=…, dtype=…, --only TEXT, --quick, "
-        "--deadline SECONDS and --json.",
+        "dsv4 check takes no 'prefill=3'; it takes backend.OPTION=…, device=…, dtype=…, --only TEXT, "
+        "--quick, --deadline SECONDS and --json.",
     ),
     (
         ["check", "acme", "--deadline", "soon"],
