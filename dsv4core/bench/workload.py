@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits, ModelShape
 
 KINDS = {kind.name: kind for kind in (SWA, C4A, C128A)}
+SPREAD = 64
+"""Most tokens between a context of a batch and their mean: a large batch has every remainder by 128."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Workload:
             of the query tokens are decodes, the others one prefill.
         kind: The layer kind.
         tokens: Query tokens.
-        context: Tokens of each request, this step's included.
+        context: Tokens of each request, this step's included; of decodes the mean.
     """
 
     phase: str
@@ -35,8 +38,9 @@ class Workload:
 
     @property
     def total(self) -> tuple[int, ...]:
-        """Tokens of each request; a prompt is no shorter than its chunk."""
-        return tuple(max(self.context, count) for count in self.query)
+        """Tokens of each request: decodes lie around the context, a prompt is no shorter than its chunk."""
+        rest = self.query[self.decodes :]
+        return (*_around(self.context, self.decodes), *(max(self.context, count) for count in rest))
 
     @property
     def lengths(self) -> list[int]:
@@ -60,9 +64,18 @@ class Workload:
         )
 
     def width(self, model: ModelShape) -> int:
-        """Rows that the last query of a request attends: its window and its entries."""
-        length = max(self.total)
+        """Rows that the last query of a request of the mean context attends: its window and its entries."""
+        length = max(self.context, *self.query)
         entries = self.kind.visible_entries(length)
         if self.kind.select == "top_k":
             entries = min(entries, model.index_topk)
         return min(model.sliding_window, length) + entries
+
+
+def _around(mean: int, count: int) -> Iterator[int]:
+    """So many lengths, in pairs above and below their mean."""
+    reach = min(SPREAD, mean - 1)
+    for number in range(count):
+        paired = number < count // 2 * 2
+        distance = (number // 2 + 1) % (reach + 1) if paired else 0
+        yield mean - distance if number % 2 else mean + distance

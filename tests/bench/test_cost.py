@@ -51,11 +51,11 @@ def test_projection_reads_its_weights_as_fp8() -> None:
 
 
 def test_indexer_reads_every_visible_key() -> None:
-    found = cost("indexer.logits", Workload("decode", C4A, 2, 4096))
+    found = cost("indexer.logits", Workload("decode", C4A, 2, 4096))  # requests of 4,097 and 4,095 tokens
     prompt = cost("indexer.logits", Workload("prefill", C4A, 8, 8))
     assert prompt.flops == 2 * (0 + 0 + 0 + 1 + 1 + 1 + 1 + 2) * 64 * 128
-    assert found.bytes == 2 * 1024 * 132 + 2 * 64 * 128 + 2 * 1024 * 4
-    assert found.flops == 2 * 2 * 1024 * 64 * 128
+    assert found.bytes == (1024 + 1023) * (132 + 4) + 2 * 64 * 128
+    assert found.flops == 2 * (1024 + 1023) * 64 * 128
 
 
 def test_a_layer_is_the_sum() -> None:
@@ -88,12 +88,25 @@ def test_projections_are_shared_by_ranks() -> None:
 
 def test_a_decode_completes_an_entry_or_none() -> None:
     state = 2 * 512 * 4
-    assert cost("compress", Workload("decode", C128A, 3, 1023)) == Cost(3 * 2 * state, 0)
-    assert cost("compress", Workload("decode", C128A, 3, 1024)) == Cost(
-        3 * (2 * state + 128 * state + 584), 0
-    )
+    assert cost("compress", Workload("decode", C128A, 1, 1023)) == Cost(2 * state, 0)
+    assert cost("compress", Workload("decode", C128A, 1, 1024)) == Cost(2 * state + 128 * state + 584, 0)
     chunk = cost("compress", Workload("prefill", C128A, 256, 1024))
     assert chunk == Cost(256 * 2 * state + 2 * (128 * state + 584), 0)
+
+
+def test_a_batch_completes_what_its_lengths_complete() -> None:
+    state = 2 * 512 * 4
+    workload = Workload("decode", C128A, 128, 1100)
+    assert [length for length in workload.total if length % 128 == 0] == [1152]
+    assert cost("compress", workload) == Cost(128 * 2 * state + 128 * state + 584, 0)
+
+
+def test_a_batch_reads_what_its_lengths_are() -> None:
+    """Below the top-k every request reads its own entries: 8 requests of 1,020 … 1,028 tokens."""
+    entries = sum(length // 4 for length in (1025, 1023, 1026, 1022, 1027, 1021, 1028, 1020))
+    found = cost("forward_mqa", Workload("decode", C4A, 8, 1024))
+    assert found.flops == 2048 * 64 * (8 * 128 + entries)
+    assert found.bytes == 584 * (8 * 128 + entries) + 8 * 2048 * 64
 
 
 def test_the_floor_is_the_slower_of_both() -> None:
@@ -104,7 +117,24 @@ def test_the_floor_is_the_slower_of_both() -> None:
 
 def test_steps() -> None:
     mixed = Workload("mixed", SWA, 9, 100)
-    assert (mixed.query, mixed.total, mixed.decodes) == ((1, 1, 1, 1, 5), (100,) * 5, 4)
+    assert (mixed.query, mixed.total, mixed.decodes) == ((1, 1, 1, 1, 5), (101, 99, 102, 98, 100), 4)
     assert Workload("mixed", SWA, 2, 100).decodes == 2, "one query token with a context is a decode"
     assert Workload("prefill", SWA, 512, 100).total == (512,)
     assert Workload("decode", C128A, 3, 1 << 20).width(FLASH) == 8320
+
+
+@pytest.mark.parametrize("context", [1, 2, 17, 4096, 1 << 20])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 512])
+def test_contexts_of_a_batch_lie_around_the_asked_one(tokens: int, context: int) -> None:
+    total = Workload("decode", C4A, tokens, context).total
+    assert total == Workload("decode", C4A, tokens, context).total
+    assert sum(total) == tokens * context
+    assert min(total) >= 1
+    assert max(total) <= context + 64
+    assert len({length % 4 for length in total}) == min(4, len(set(total)))
+
+
+def test_a_large_batch_has_every_remainder() -> None:
+    total = Workload("decode", C128A, 256, 4096).total
+    assert {length % 128 for length in total} == set(range(128))
+    assert Workload("decode", C128A, 256, 4096).width(FLASH) == 128 + 32, "that of the asked context"
