@@ -1,4 +1,4 @@
-"""The named presets that lie in `conf/`: of the model's sizes and of the workload."""
+"""The named presets that lie in `conf/`: of the model's sizes, the workload and the benchmark."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     template = {name for name in template if (ROOT / name).is_file() and "__pycache__" not in name}
     assert "dsv4core/template/.github/workflows/test.yml" in template
     assert modules | configs | template | {"dsv4core/py.typed"} <= names
-    assert len(configs) == 10
+    assert len(configs) == 11
     assert not any(name.startswith(("tests", "benchmarks", "conf/")) for name in names)
     assert "[pytest11]\ndsv4core = dsv4core.testing.pytest_plugin" in read(wheel, "entry_points.txt")
     assert "[dsv4core.backends]\nreference = dsv4core.backends.reference" in read(wheel, "entry_points.txt")

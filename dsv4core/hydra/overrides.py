@@ -14,10 +14,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from dsv4core.api import ConfigError
 from dsv4core.framework.wording import near_miss
-from dsv4core.presets import PRESET_GROUPS, presets
+from dsv4core.presets import CONF, PRESET_GROUPS, presets
 
 GROUPS = ("backend", *PRESET_GROUPS)
 LISTS = {"list[int]": ("numbers", "[0,2]", (int,)), "list[str]": ("names", "[a,b]", (object,))}
@@ -46,9 +47,20 @@ def parse(text: str) -> Override:
 def expand_sweeps(texts: Sequence[str]) -> list[list[str]]:
     """Every combination of the values that overrides give: `key=a,b`, `range(1,4)`, `choice(a,b)`.
 
+    A chosen `bench` preset may give more of them (its `hydra.sweeper.params`), for keys that no override has.
+
     Raises:
         ConfigError: An override is malformed.
     """
+    expanded = []
+    for own in _combinations(texts):
+        given = {text.partition("=")[0].lstrip("+") for text in own}
+        swept = [f"{key}={values}" for key, values in _preset_sweeps(own).items() if key not in given]
+        expanded += [[*own, *more] for more in _combinations(swept)]
+    return expanded
+
+
+def _combinations(texts: Sequence[str]) -> list[list[str]]:
     values: list[list[str]] = []
     for text in texts:
         try:
@@ -62,6 +74,15 @@ def expand_sweeps(texts: Sequence[str]) -> list[list[str]]:
         else:
             values.append([text])
     return [list(combination) for combination in product(*values)]
+
+
+def _preset_sweeps(texts: Sequence[str]) -> dict[str, str]:
+    """What the chosen `bench` preset sweeps by itself: nothing, if there is no such preset."""
+    names = [text.partition("=")[2] for text in texts if text.startswith("bench=")]
+    if not names or names[-1] not in presets("bench"):
+        return {}
+    swept = OmegaConf.select(OmegaConf.load(CONF / "bench" / f"{names[-1]}.yaml"), "hydra.sweeper.params")
+    return {} if swept is None else dict(swept)
 
 
 def key_of(override: Override) -> str:
