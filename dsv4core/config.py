@@ -129,7 +129,7 @@ class BenchOptions:
     """What `dsv4 bench` measures: every combination of the lists.
 
     Raises:
-        ConfigError: A list is empty, or a value of it is not known.
+        ConfigError: A list is empty, a value of it is not known, or the mode serves no such phase.
     """
 
     op: list[str] = key("operations", lambda: ["forward_mqa", "layer"])
@@ -138,7 +138,7 @@ class BenchOptions:
     tokens: list[int] = key("query tokens of a step: requests, where they decode", lambda: [1, 8])
     context: list[int] = key("tokens of each request", lambda: [4096])
     mode: str = key("graph where it can be captured, or not at all", "auto", "auto", "graph", "eager")
-    peers: list[str] = key("measured beside: torch, flashmla, deepgemm", list)
+    peers: list[str] = key("measured beside: torch, flashmla, flashinfer, deepgemm, transformers", list)
     out: str | None = key("file of JSON lines that keeps the rows; null: none", None)
     plot: str | None = key("folder for plots; null: none", None)
     commit: str | None = key("commit that rows name; null: git is asked", None)
@@ -155,6 +155,12 @@ class BenchOptions:
         for name in ("tokens", "context"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ConfigError(f"bench.{name}={getattr(self, name)} cannot be; give numbers from 1 on.")
+        uncaptured = [phase for phase in self.phase if phase != "decode"]
+        if self.mode == "graph" and uncaptured:
+            raise ConfigError(
+                f"bench.mode=graph cannot capture {uncaptured[0]} steps: backends plan those by their "
+                "lengths; use bench.mode=auto, or bench.phase=[decode]."
+            )
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from dsv4core.api import (
     Step,
     Weight,
 )
+from dsv4core.bench.cost import costs
 from dsv4core.bench.timing import cache_bytes
 from dsv4core.bench.workload import Workload
 from dsv4core.framework.binding import BoundKind, BoundLayer, bind_kind, bind_layer
@@ -26,7 +28,8 @@ from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import layer_spec
 from dsv4core.model.tensors import QUANTISED, layer_tensors
 
-MOST_ROTATIONS = 160
+MOST_TURNS = {"cuda": 2048, "cpu": 8}
+"""By device: a graph holds a round of turns, and a CPU computes much longer than it reads."""
 ROWS = 4096
 """Different rows that fill a pool."""
 
@@ -70,6 +73,9 @@ class Inputs:
         self.sizes = request.page_sizes
         self.random = torch.Generator(device).manual_seed(0)
         self._cache = cache_bytes(device)
+        self._costs = costs(self.spec, selection.layout, workload, request.dtype)
+        self._turns: list[Turn] = []
+        self._weights: list[LayerWeights] = []
         self.caches = self._caches()
         self.rope = rope_table(
             request.model.rope_of(workload.kind),
@@ -77,20 +83,38 @@ class Inputs:
             max(workload.total),
             device,
         )
-        self.turns = [self._turn() for _ in range(self._rotations())]
+
+    def turns(self, operation: str) -> list[Turn]:
+        """So many turns that a round of the operation moves twice the bytes that the device's cache holds.
+
+        There are fewer where that takes more than a graph should hold or memory allows, and at least 2.
+        """
+        most = MOST_TURNS.get(self.device.type, MOST_TURNS["cpu"])
+        touched = max(self._costs[operation].bytes, 1)
+        wanted = max(2, min(most, -(-2 * self._cache // touched)))
+        while len(self._turns) < wanted and (len(self._turns) < 2 or self._has_room()):
+            self._turns.append(self._turn())
+        return self._turns[:wanted]
+
+    def weights(self, count: int) -> list[LayerWeights]:
+        """Random weights of so many layers; a backend and its peers get the same."""
+        missing = count - len(self._weights)
+        self._weights += [random_weights(self.spec, self.rope, self.device) for _ in range(missing)]
+        return self._weights[:count]
 
     def layers(self, count: int) -> list[tuple[BoundLayer, LayerWeights]]:
-        """Layers with random weights, so many that they do not stay in the device's cache."""
-        made = [random_weights(self.spec, self.rope, self.device) for _ in range(count)]
-        return [(bind_layer(self.selection, self.spec, weights, self.device), weights) for weights in made]
+        """So many layers of the backend, with their weights."""
+        return [
+            (bind_layer(self.selection, self.spec, weights, self.device), weights)
+            for weights in self.weights(count)
+        ]
 
-    def _rotations(self) -> int:
-        """Turns until the cache holds nothing of the first one, as far as that is many."""
-        width, spec = self.workload.width(self.spec.model), self.spec
-        row = max(self.selection.layout.window.bytes_per_token, 1)
-        touched = self.workload.tokens * (width * row + 4 * spec.num_heads * spec.model.head_dim)
-        most = MOST_ROTATIONS if self.device.type == "cuda" else 8  # a graph holds them all, a loop need not
-        return max(2, min(most, -(-2 * self._cache // touched)))
+    def _has_room(self) -> bool:
+        """Whether a quarter of the device's memory is left."""
+        if self.device.type != "cuda":
+            return True
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return torch.cuda.memory_allocated(self.device) < total // 4 * 3
 
     def _caches(self) -> LayerCaches:
         layout, kind, model = self.selection.layout, self.workload.kind, self.spec.model
@@ -148,8 +172,14 @@ class Inputs:
     def _normal(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.random, device=self.device)
 
-    def _integers(self, below: int, *size: int) -> torch.Tensor:
-        return torch.randint(below, size, generator=self.random, device=self.device, dtype=torch.int32)
+    def _pages(self, count: int, *size: int) -> torch.Tensor:
+        """Random pages of `count`, all different where there are enough: a step must not overwrite itself."""
+        wanted = math.prod(size)
+        if wanted <= count:
+            pages = torch.randperm(count, generator=self.random, device=self.device)[:wanted]
+        else:
+            pages = torch.randint(count, (wanted,), generator=self.random, device=self.device)
+        return pages.int().view(size)
 
     def _selected(self, step: Step) -> torch.Tensor | None:
         kind, k = self.workload.kind, self.spec.model.index_topk
@@ -203,7 +233,7 @@ class Inputs:
     ) -> CacheTable:
         """Random pages for everything, and the slots of the rows with these numbers, -1 for none."""
         columns = -(-max(self.workload.total) // page_tokens)
-        table = self._integers(cache.num_pages, len(self.workload.query), columns)
+        table = self._pages(cache.num_pages, len(self.workload.query), columns)
         known = numbers.clamp_min(0)
         slots = table[requests, known // rows].long() * rows + known % rows
         return CacheTable(table, torch.where(numbers < 0, -1, slots), rows)

@@ -3,109 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from dsv4core.api import AttentionOutput, ConfigError
+from dsv4core.api import AttentionOutput, KVCacheLayout
 from dsv4core.attention import DeepseekV4Attention
+from dsv4core.bench.gaps import Unmeasurable
 from dsv4core.bench.inputs import Inputs, Turn
 from dsv4core.bench.timing import Call
-
-LAYERS = 3
-"""Layers whose weights take turns: at V4-Flash's sizes they are some hundred megabytes together."""
+from dsv4core.framework.binding import BoundLayer
 
 
-def calls(operation: str, inputs: Inputs) -> list[Call]:
-    """One call a turn of the inputs.
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What is timed.
+
+    Attributes:
+        operation: The operation, or the part of it that a peer does alone.
+        calls: One a turn.
+        layout: The cache formats that they read.
+        captured: Whether their users capture them in graphs.
+    """
+
+    operation: str
+    calls: list[Call]
+    layout: KVCacheLayout
+    captured: bool = True
+
+
+def measured(operation: str, inputs: Inputs) -> Measured:
+    """The backend's calls of an operation.
 
     Raises:
-        ConfigError: Layers of this kind have no such operation.
+        Unmeasurable: Layers of this kind have no such operation.
     """
     kind = inputs.workload.kind
     lacking = {"compress": kind.ratio is None, "indexer": kind.select != "top_k"}
     if lacking.get(operation):
-        raise ConfigError(f"{kind.name} layers have no {operation}; measure another kind.")
-    return _MAKERS[operation](inputs)
+        raise Unmeasurable(f"{kind.name} layers have no {operation}; measure another kind.")
+    return Measured(operation, _MAKERS[operation](inputs), inputs.selection.layout)
 
 
 def _plan_step(inputs: Inputs) -> list[Call]:
-    return [lambda turn=turn: turn.kind.plan_step(turn.step) for turn in inputs.turns]  # type: ignore[misc]
+    turns = inputs.turns("plan_step")
+    return [lambda turn=turn: turn.kind.plan_step(turn.step) for turn in turns]  # type: ignore[misc]
 
 
 def _forward_mqa(inputs: Inputs) -> list[Call]:
-    (layer, _), *_ = inputs.layers(1)
+    ((layer, _),) = inputs.layers(1)
+    turns = inputs.turns("forward_mqa")
+    return [lambda turn=turn: _attend(layer, inputs, turn) for turn in turns]  # type: ignore[misc]
 
-    def call(turn: Turn) -> object:
-        step = turn.step
-        return layer.forward_mqa(
-            turn.q, inputs.caches, turn.selected, step.positions, step, turn.kind.state, None, False, True
-        )
 
-    return [lambda turn=turn: call(turn) for turn in inputs.turns]  # type: ignore[misc]
+def _attend(layer: BoundLayer, inputs: Inputs, turn: Turn) -> AttentionOutput:
+    step, state = turn.step, turn.kind.state
+    return layer.forward_mqa(
+        turn.q, inputs.caches, turn.selected, step.positions, step, state, None, False, True
+    )
 
 
 def _o_proj(inputs: Inputs) -> list[Call]:
-    layers = inputs.layers(LAYERS)
-    outputs = [
-        layer.forward_mqa(
-            turn.q,
-            inputs.caches,
-            turn.selected,
-            turn.step.positions,
-            turn.step,
-            turn.kind.state,
-            None,
-            False,
-            True,
-        )
-        for turn in inputs.turns[: 2 * LAYERS]
-        for layer in (layers[0][0],)
+    """Each turn has a layer of its own: what is read is mostly weights."""
+    turns = inputs.turns("o_proj")
+
+    def call(layer: BoundLayer, turn: Turn) -> Call:
+        output = _attend(layer, inputs, turn)
+        return lambda: layer.o_proj(output, turn.step.positions)
+
+    return [call(layer, turn) for (layer, _), turn in zip(inputs.layers(len(turns)), turns, strict=True)]
+
+
+def _layer(inputs: Inputs) -> list[Call]:
+    """Likewise."""
+    turns = inputs.turns("layer")
+
+    def call(layer: DeepseekV4Attention, turn: Turn) -> Call:
+        return lambda: layer.forward(turn.hidden, turn.step, inputs.caches, turn.kind.state)
+
+    return [call(layer, turn) for layer, turn in zip(_attention(inputs, len(turns)), turns, strict=True)]
+
+
+def _insert_kv(inputs: Inputs) -> list[Call]:
+    (layer,) = _attention(inputs, 1)
+
+    def call(turn: Turn) -> Call:
+        projected = layer.project(turn.hidden)
+        return lambda: layer.insert_kv(projected, inputs.caches, turn.step)
+
+    return [call(turn) for turn in inputs.turns("insert_kv")]
+
+
+def _compress(inputs: Inputs) -> list[Call]:
+    (layer,) = _attention(inputs, 1)
+
+    def call(turn: Turn) -> Call:
+        projected = layer.project(turn.hidden)
+        return lambda: layer.compress(projected, inputs.caches, turn.step)
+
+    return [call(turn) for turn in inputs.turns("compress")]
+
+
+def _indexer(inputs: Inputs) -> list[Call]:
+    (layer,) = _attention(inputs, 1)
+
+    def call(turn: Turn) -> Call:
+        projected = layer.project(turn.hidden)
+        return lambda: layer.select(projected, inputs.caches, turn.step)
+
+    return [call(turn) for turn in inputs.turns("indexer")]
+
+
+def _attention(inputs: Inputs, count: int) -> list[DeepseekV4Attention]:
+    layout, graph = inputs.selection.layout, inputs.selection.request.graph
+    return [
+        DeepseekV4Attention(bound, weights, layout, graph=graph) for bound, weights in inputs.layers(count)
     ]
-
-    def call(number: int, output: AttentionOutput) -> object:
-        layer, _ = layers[number % LAYERS]
-        return layer.o_proj(output, inputs.turns[number].step.positions)
-
-    return [lambda n=n, output=output: call(n, output) for n, output in enumerate(outputs)]  # type: ignore[misc]
-
-
-def _of_layers(run: Callable[[DeepseekV4Attention, Inputs, Turn], Call]) -> Callable[[Inputs], list[Call]]:
-    """Calls of whole layers that take turns."""
-
-    def make(inputs: Inputs) -> list[Call]:
-        layout = inputs.selection.layout
-        layers = [
-            DeepseekV4Attention(bound, weights, layout, graph=inputs.selection.request.graph)
-            for bound, weights in inputs.layers(LAYERS)
-        ]
-        return [run(layers[n % LAYERS], inputs, turn) for n, turn in enumerate(inputs.turns)]
-
-    return make
-
-
-def _insert_kv(layer: DeepseekV4Attention, inputs: Inputs, turn: Turn) -> Call:
-    projected = layer.project(turn.hidden)
-    return lambda: layer.insert_kv(projected, inputs.caches, turn.step)
-
-
-def _compress(layer: DeepseekV4Attention, inputs: Inputs, turn: Turn) -> Call:
-    projected = layer.project(turn.hidden)
-    return lambda: layer.compress(projected, inputs.caches, turn.step)
-
-
-def _indexer(layer: DeepseekV4Attention, inputs: Inputs, turn: Turn) -> Call:
-    projected = layer.project(turn.hidden)
-    return lambda: layer.select(projected, inputs.caches, turn.step)
-
-
-def _layer(layer: DeepseekV4Attention, inputs: Inputs, turn: Turn) -> Call:
-    return lambda: layer.forward(turn.hidden, turn.step, inputs.caches, turn.kind.state)
 
 
 _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
     "plan_step": _plan_step,
-    "insert_kv": _of_layers(_insert_kv),
-    "compress": _of_layers(_compress),
-    "indexer": _of_layers(_indexer),
+    "insert_kv": _insert_kv,
+    "compress": _compress,
+    "indexer": _indexer,
     "forward_mqa": _forward_mqa,
     "o_proj": _o_proj,
-    "layer": _of_layers(_layer),
+    "layer": _layer,
 }

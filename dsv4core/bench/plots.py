@@ -24,25 +24,35 @@ def check_plots() -> None:
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw all plots that the rows are enough for, as PNG.
 
+    Rows of one plot do the same work on the same bytes: operation, model, dtype, heads and format are equal.
+
     Returns:
         The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, axis, other in (("batch", "tokens", "context"), ("context", "context", "tokens")):
-        for (op, phase, kind, fixed), group in _groups(rows, other).items():
-            if len({row.shape[axis] for row in group}) > 1:
-                file = folder / f"{op}-{phase}-{kind}-{other}{fixed}-by-{name}.png"
-                title = f"{op}, {phase}, {kind}, {other} {fixed:,}"
-                files.append(_lines(group, axis, title, file))
-    files.append(_roofline(rows, folder / "roofline.png"))
+        for subject, group in _groups(rows, lambda row: (*_work(row), row.phase, row.kind)).items():
+            for fixed in dict.fromkeys(row.shape[other] for row in group):
+                own = [row for row in group if row.shape[other] == fixed]
+                if len({row.shape[axis] for row in own}) > 1:
+                    file = folder / f"{'-'.join(subject)}-{other}{fixed}-by-{name}.png"
+                    files.append(_lines(own, axis, f"{', '.join(subject)}, {other} {fixed:,}", file))
+    for work, group in _groups(rows, _work).items():
+        files.append(_roofline(group, ", ".join(work), folder / f"{'-'.join(work)}-roofline.png"))
     return files
 
 
-def _groups(rows: Sequence[Row], fixed: str) -> dict[tuple[str, str, str, int], list[Row]]:
-    groups: dict[tuple[str, str, str, int], list[Row]] = {}
+def _work(row: Row) -> tuple[str, ...]:
+    return (row.op, row.model, row.dtype, f"{row.shape['heads']}heads", row.kv_format)
+
+
+def _groups(
+    rows: Sequence[Row], subject: Callable[[Row], tuple[str, ...]]
+) -> dict[tuple[str, ...], list[Row]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.op, row.phase, row.kind, row.shape[fixed]), []).append(row)
+        groups.setdefault(subject(row), []).append(row)
     return groups
 
 
@@ -58,7 +68,7 @@ def _lines(rows: Sequence[Row], axis: str, title: str, file: Path) -> Path:
     return _figure(draw, file)
 
 
-def _roofline(rows: Sequence[Row], file: Path) -> Path:
+def _roofline(rows: Sequence[Row], title: str, file: Path) -> Path:
     ceilings = rows[0].ceilings
 
     def draw(axes: Any) -> None:
@@ -70,13 +80,16 @@ def _roofline(rows: Sequence[Row], file: Path) -> Path:
         points = [ridge / 1000, ridge, ridge * 30]
         roof = [min(x * ceilings["copy_gbps"] / 1e3, ceilings["matmul_tflops"]) for x in points]
         axes.plot(points, roof, color="grey", linestyle=":", label="ceilings of this run")
-        axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title="roofline")
+        axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=title)
 
     return _figure(draw, file)
 
 
 def _name(row: Row) -> str:
-    return f"{row.backend}, {row.kv_format}"
+    """All that may differ between the lines of a plot."""
+    window, context = row.page
+    options = [f"{name}={value}" for name, value in row.options.items()]
+    return ", ".join([row.backend, row.mode, f"pages {window}/{context}", *options])
 
 
 def _figure(draw: Callable[[Any], None], file: Path) -> Path:

@@ -18,7 +18,10 @@ import torch
 from dsv4core.api import ConfigError
 
 RUN_ID = uuid.uuid4().hex[:12]
-IDENTITY = ("op", "backend", "kv_format", "shape", "phase", "kind", "page", "mode", "options", "device")
+IDENTITY = (
+    *("op", "backend", "model", "dtype", "kv_format", "shape", "phase", "kind", "page", "mode", "options"),
+    "device",
+)
 """What makes two rows measurements of the same."""
 
 
@@ -29,12 +32,15 @@ class Row:
     Attributes:
         op: The operation.
         backend: The backend, or `peer:<name>`.
+        model: The model's preset, or the folder of its checkpoint.
+        dtype: The dtype of activations.
         kv_format: The format of the caches that it read.
         shape: `heads`, `width` (rows that a query attends), `tokens`, `context`, `hidden`.
         phase: `decode`, `prefill` or `mixed`.
         kind: The layer kind.
         page: Rows of a window page and tokens of a context page.
         mode: `graph` or `eager`.
+        cold: Whether a round of calls moves so much that the device's cache holds nothing of the last one.
         options: The backend's options.
         us: Microseconds, the median.
         gbps: Bytes that have to move, in 1e9 a second.
@@ -49,12 +55,15 @@ class Row:
 
     op: str
     backend: str
+    model: str
+    dtype: str
     kv_format: str
     shape: dict[str, int]
     phase: str
     kind: str
     page: tuple[int, int]
     mode: str
+    cold: bool
     options: dict[str, Any]
     us: float
     gbps: float

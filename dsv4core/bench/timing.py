@@ -30,8 +30,7 @@ def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> fl
         return _on_a_cpu(calls)
     _synchronise(device)
     run = _captured(calls) if graph else lambda: [call() for call in calls]
-    for _ in range(3):
-        run()
+    run()
     _synchronise(device)
     times: list[float] = []
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -86,8 +85,8 @@ def _captured(calls: Sequence[Call]) -> Callable[[], object]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        # Results that are kept until the end lie side by side, and not each where the last one lay.
+        _results = [call() for call in calls]
     return graph.replay
 
 

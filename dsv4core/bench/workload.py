@@ -29,6 +29,9 @@ class Workload:
     tokens: int
     context: int
 
+    def __str__(self) -> str:
+        return f"{self.phase} {self.kind.name}, {self.tokens} tokens, context {self.context:,}"
+
     @property
     def query(self) -> tuple[int, ...]:
         """Query tokens of each request, decodes first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -14,16 +14,17 @@ from rich.table import Table
 
 from dsv4core.api import BackendUnavailable, ConfigError
 from dsv4core.bench.cost import Ceilings, costs
+from dsv4core.bench.gaps import Gap, attempt, device_lost
 from dsv4core.bench.inputs import Inputs
-from dsv4core.bench.operations import calls
-from dsv4core.bench.peers import check_peer, peer_calls, peer_version
+from dsv4core.bench.operations import Measured, measured
+from dsv4core.bench.peers import PEERS, check_peer, peer_version
 from dsv4core.bench.plots import check_plots, plot
 from dsv4core.bench.rows import Row, device_name, keep, versions
-from dsv4core.bench.timing import Call, measure_ceilings, microseconds
+from dsv4core.bench.timing import cache_bytes, measure_ceilings, microseconds
 from dsv4core.bench.workload import KINDS, Workload
 from dsv4core.cli.output import show, show_json_line
 from dsv4core.cli.run import torch_device
-from dsv4core.config import DSV4Config
+from dsv4core.config import BenchOptions, DSV4Config
 from dsv4core.framework.platform import machine_of
 from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection
@@ -31,56 +32,88 @@ from dsv4core.hydra import compose, expand_sweeps
 
 
 def bench(words: Sequence[str]) -> int:
-    """Measure what a configuration, or the sweep of several, asks for; the result is the exit code.
+    """Measure what a configuration, or the sweep of several, asks for.
+
+    Returns:
+        The exit code: 1 where something was tried and failed.
 
     Raises:
         DSV4Error: The configuration is wrong, or a named backend cannot run any of it.
     """
     configs = [compose(overrides) for overrides in expand_sweeps(words)]
     first = configs[0]
-    commit = first.bench.commit
     if first.bench.plot is not None:
         check_plots()
     for name in dict.fromkeys(name for config in configs for name in config.bench.peers):
         check_peer(name)
     device = torch_device(first.device)
+    if device.type != "cuda" and any(config.bench.mode == "graph" for config in configs):
+        raise ConfigError(
+            f"bench.mode=graph captures on a GPU, and device={device.type} is none; use bench.mode=auto."
+        )
     ceilings = measure_ceilings(device, getattr(torch, first.dtype))
     rows: list[Row] = []
-    for row in _measured(configs, device, ceilings):
-        rows.append(row if commit is None else replace(row, commit=commit))
-        if first.bench.out is not None:  # each at once: a later one may fail
-            keep(Path(first.bench.out), rows[-1:])
-        if first.json:
-            show_json_line(asdict(rows[-1]))
-    if not rows:
+    failed = False
+    for found in _measured(configs, device, ceilings):
+        if isinstance(found, Row):
+            rows.append(_kept(found, first))
+        else:
+            _say(str(found))
+            failed |= found.failed
+    if not rows and not failed:
         raise ConfigError("Nothing could be measured; the reasons are above.")
-    if not first.json:
+    if rows:
+        _report(rows, first, ceilings)
+    return int(failed)
+
+
+def _kept(row: Row, config: DSV4Config) -> Row:
+    """The row, written where it is to be: at once, since a later one may end the process."""
+    options = config.bench
+    row = row if options.commit is None else replace(row, commit=options.commit)
+    if options.out is not None:
+        keep(Path(options.out), [row])
+    if config.json:
+        show_json_line(asdict(row))
+    return row
+
+
+def _report(rows: Sequence[Row], config: DSV4Config, ceilings: Ceilings) -> None:
+    if not config.json:
         _print(rows, ceilings)
-    if first.bench.plot is not None:
-        for file in plot(rows, Path(first.bench.plot)):
-            print(f"dsv4: {file}", file=sys.stderr)
-    return 0
+    if config.bench.plot is not None:
+        for file in plot(rows, Path(config.bench.plot)):
+            _say(str(file))
 
 
-def _measured(configs: Iterable[DSV4Config], device: torch.device, ceilings: Ceilings) -> Iterator[Row]:
-    """Rows of one workload after the other, so that those that are compared are measured together."""
+def _measured(configs: Sequence[DSV4Config], device: torch.device, ceilings: Ceilings) -> Iterator[Row | Gap]:
+    """One workload after the other, so that rows that are compared are measured together."""
     seen: set[str] = set()
-    pairs = [(place, own, workload) for own in configs for place, workload in enumerate(_workloads(own))]
-    for _, config, workload in sorted(pairs, key=lambda pair: pair[0]):
-        try:
-            selection = _selection(config, workload, device)
-        except BackendUnavailable as error:
-            _skip(config.backend.name, workload, str(error))
-            continue
-        try:
-            yield from _rows(config, selection, workload, device, ceilings, seen)
-        except torch.OutOfMemoryError:
-            _skip(selection.backend.name, workload, "it does not fit the device's memory.")
+    pairs = [
+        (place, own, workload) for own in configs for place, workload in enumerate(_workloads(own.bench))
+    ]
+    tasks = [(config, workload) for _, config, workload in sorted(pairs, key=lambda pair: pair[0])]
+    for number, (config, workload) in enumerate(tasks, 1):
+        for found in _of_workload(config, workload, device, ceilings, seen):
+            yield found
+            if isinstance(found, Gap) and found.failed and device_lost(device):
+                yield _lost(found, tasks[number:])
+                return
 
 
-def _workloads(config: DSV4Config) -> Iterator[Workload]:
-    own = config.bench
-    for phase, kind, context, tokens in product(own.phase, own.kind, own.context, own.tokens):
+def _lost(last: Gap, rest: Sequence[tuple[DSV4Config, Workload]]) -> Gap:
+    """What is not run after a failure that the device does not survive."""
+    names = [f"{config.backend.name} in {workload}" for config, workload in rest]
+    why = "after this only another process can use the device; not run: the rest of this workload"
+    if len(names) > 1:
+        why += f", and {len(names)} workloads from {names[0]} to {names[-1]}"
+    elif names:
+        why += f", and {names[0]}"
+    return replace(last, why=f"{why}.")
+
+
+def _workloads(options: BenchOptions) -> Iterator[Workload]:
+    for phase, kind, context, tokens in product(options.phase, options.kind, options.context, options.tokens):
         yield Workload(phase, KINDS[kind], tokens, context)
 
 
@@ -100,85 +133,107 @@ def _selection(config: DSV4Config, workload: Workload, device: torch.device) -> 
         return select_configured(config, replace(asked, graph=False))
 
 
-def _rows(
-    config: DSV4Config,
-    selection: Selection,
-    workload: Workload,
-    device: torch.device,
-    ceilings: Ceilings,
-    seen: set[str],
-) -> Iterator[Row]:
-    inputs = Inputs(selection, workload, device)
-    graph, decode = selection.request.graph, workload.phase == "decode"
+def _of_workload(
+    config: DSV4Config, workload: Workload, device: torch.device, ceilings: Ceilings, seen: set[str]
+) -> Iterator[Row | Gap]:
+    try:
+        selection = _selection(config, workload, device)
+    except BackendUnavailable as error:
+        yield Gap(config.backend.name, str(workload), str(error))
+        return
+    name = selection.backend.name
+    inputs = attempt(lambda: Inputs(selection, workload, device), name, str(workload))
+    if isinstance(inputs, Gap):
+        yield inputs
+        return
     for operation in config.bench.op:
-        try:
-            own = calls(operation, inputs)
-        except ConfigError as error:
-            _skip(selection.backend.name, workload, str(error))
-            continue
-        name = selection.backend.name
-        options = {key: value for key, value in vars(selection.options).items() if key != "name"}
-        yield _row(name, operation, inputs, own, graph, ceilings, options)
+        yield attempt(
+            lambda operation=operation: _own_row(config, operation, inputs, ceilings),  # type: ignore[misc]
+            name,
+            f"{operation} of {workload}",
+        )
         for peer in config.bench.peers:
-            identity = f"{peer} {operation} {workload} {selection.layout} {inputs.spec} {inputs.sizes}"
-            if identity in seen:
-                continue
-            seen.add(identity)
-            others = peer_calls(peer, operation, inputs)
-            if others is not None:
-                # In prefills nobody is captured: backends plan those by their lengths.
-                captured = graph or (device.type == "cuda" and config.bench.mode == "auto" and decode)
-                part, theirs = others
-                package = peer_version(peer)
-                yield _row(f"peer:{peer}", part, inputs, theirs, captured, ceilings, {}, **package)
+            asked = (peer, operation, workload, config.bench.mode, config.dtype)
+            identity = f"{asked} {selection.layout} {inputs.spec} {inputs.sizes}"
+            if operation in PEERS[peer] and identity not in seen:
+                seen.add(identity)
+                yield attempt(
+                    lambda peer=peer, operation=operation: _peer_row(  # type: ignore[misc]
+                        config, peer, operation, inputs, ceilings
+                    ),
+                    f"peer:{peer}",
+                    f"{operation} of {workload}",
+                )
 
 
-def _row(
-    backend: str,
-    operation: str,
-    inputs: Inputs,
-    own: list[Call],
-    graph: bool,
-    ceilings: Ceilings,
-    options: dict[str, Any],
-    **more: str,
-) -> Row:
-    workload, spec, request = inputs.workload, inputs.spec, inputs.selection.request
-    us = microseconds(own, inputs.device, graph)
-    cost = costs(spec, inputs.selection.layout, workload, request.dtype)[operation]
-    record = inputs.selection.backend.record
-    packages = {record.distribution: record.version} if not backend.startswith("peer:") else more
+def _own_row(config: DSV4Config, operation: str, inputs: Inputs, ceilings: Ceilings) -> Row:
+    selection = inputs.selection
+    timed = _timed(measured(operation, inputs), inputs, selection.request.graph, ceilings)
+    record = selection.backend.record
     return Row(
-        op=operation,
-        backend=backend,
-        kv_format=inputs.selection.layout.window.name,
-        shape={
+        backend=selection.backend.name,
+        model=_model(config),
+        options={key: value for key, value in vars(selection.options).items() if key != "name"},
+        versions=versions() | {record.distribution: record.version},
+        **timed,
+    )
+
+
+def _peer_row(config: DSV4Config, peer: str, operation: str, inputs: Inputs, ceilings: Ceilings) -> Row:
+    own = PEERS[peer][operation](inputs)
+    # In prefills nobody is captured: backends plan those by their lengths.
+    decode, mode = inputs.workload.phase == "decode", config.bench.mode
+    graph = own.captured and decode and mode != "eager" and inputs.device.type == "cuda"
+    timed = _timed(own, inputs, graph, ceilings)
+    return Row(
+        backend=f"peer:{peer}",
+        model=_model(config),
+        options={},
+        versions=versions() | peer_version(peer),
+        **timed,
+    )
+
+
+def _model(config: DSV4Config) -> str:
+    return config.model.name if config.checkpoint is None else Path(config.checkpoint).name
+
+
+def _timed(own: Measured, inputs: Inputs, graph: bool, ceilings: Ceilings) -> dict[str, Any]:
+    """Time the calls: all fields of a row but those that say whose they are."""
+    workload, spec, request = inputs.workload, inputs.spec, inputs.selection.request
+    us = microseconds(own.calls, inputs.device, graph)
+    cost = costs(spec, own.layout, workload, request.dtype)[own.operation]
+    return {
+        "op": own.operation,
+        "dtype": request.dtype,
+        "kv_format": own.layout.window.name,
+        "shape": {
             "heads": spec.num_heads,
             "width": workload.width(spec.model),
             "tokens": workload.tokens,
             "context": workload.context,
             "hidden": spec.model.hidden_size,
         },
-        phase=workload.phase,
-        kind=workload.kind.name,
-        page=(request.page_sizes.window, request.page_sizes.context),
-        mode="graph" if graph else "eager",
-        options=options,
-        us=round(us, 2),
-        gbps=round(cost.bytes / us / 1e3, 2),
-        tflops=round(cost.flops / us / 1e6, 3),
-        floor_us=round(ceilings.floor_us(cost), 3),
-        ceilings={name: round(value, 1) for name, value in asdict(ceilings).items()},
-        device=device_name(inputs.device),
-        versions=versions() | packages,
-    )
+        "phase": workload.phase,
+        "kind": workload.kind.name,
+        "page": (request.page_sizes.window, request.page_sizes.context),
+        "mode": "graph" if graph else "eager",
+        "cold": len(own.calls) * cost.bytes >= 2 * cache_bytes(inputs.device),
+        "us": round(us, 2),
+        "gbps": round(cost.bytes / us / 1e3, 2),
+        "tflops": round(cost.flops / us / 1e6, 3),
+        "floor_us": round(ceilings.floor_us(cost), 3),
+        "ceilings": {name: round(value, 1) for name, value in asdict(ceilings).items()},
+        "device": device_name(inputs.device),
+    }
 
 
 def _print(rows: Sequence[Row], ceilings: Ceilings) -> None:
     """A table for each operation and format: rows that read other bytes answer another question."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(rows, key=_place):
-        title = f"{row.op}, {row.phase}, {row.kind}, {row.shape['heads']} heads, {row.kv_format} caches"
+        step, heads = f"{row.op}, {row.phase}, {row.kind}", f"{row.shape['heads']} heads"
+        title = f"{step}, {row.model}, {row.dtype}, {heads}, {row.kv_format} caches"
         groups.setdefault(title, []).append(row)
     for title, own in groups.items():
         table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left")
@@ -188,7 +243,7 @@ def _print(rows: Sequence[Row], ceilings: Ceilings) -> None:
         for row in own:
             place = (f"{row.shape['tokens']:,}", f"{row.shape['context']:,}")
             numbers = (f"{row.us:,.1f}", f"{row.gbps:,.1f}", f"{row.tflops:,.2f}", f"{row.share:.0%}")
-            table.add_row(*place, *numbers, f"{row.backend} ({row.mode})")
+            table.add_row(*place, *numbers, f"{row.backend} ({row.mode}{'' if row.cold else ', warm'})")
         show(table, "")
     if len({row.kv_format for row in rows}) > 1:
         show("Rows of different cache formats read different bytes; compare them within a table.\n")
@@ -200,10 +255,9 @@ def _print(rows: Sequence[Row], ceilings: Ceilings) -> None:
 
 def _place(row: Row) -> tuple[Any, ...]:
     shape = row.shape
-    place = (row.op, row.phase, row.kind, shape["heads"], row.kv_format)
+    place = (row.op, row.phase, row.kind, row.model, row.dtype, shape["heads"], row.kv_format)
     return (*place, shape["context"], shape["tokens"], row.us)
 
 
-def _skip(backend: str, workload: Workload, why: str) -> None:
-    what = f"{workload.phase} {workload.kind.name}, {workload.tokens} tokens, context {workload.context:,}"
-    print(f"dsv4: {backend} left out of {what}: {why}", file=sys.stderr)
+def _say(text: str) -> None:
+    print(f"dsv4: {text}", file=sys.stderr)

@@ -9,19 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4core.api import Request
 from dsv4core.bench.cost import Ceilings
-from dsv4core.bench.inputs import Inputs
-from dsv4core.bench.operations import calls
-from dsv4core.bench.peers import peer_calls
+from dsv4core.bench.peers import PEERS
 from dsv4core.bench.rows import Row, load
 from dsv4core.bench.timing import measure_ceilings
-from dsv4core.bench.workload import KINDS, Workload
+from dsv4core.cli.bench import _workloads
 from dsv4core.cli.main import main
 from dsv4core.config import BENCH_VALUES
-from dsv4core.framework.selection import select
-from dsv4core.hydra import expand_sweeps
-from dsv4core.model.shapes import PRESETS
+from dsv4core.framework.platform import Machine
+from dsv4core.framework.request import build_request, configured_shape
+from dsv4core.hydra import compose, expand_sweeps
+from dsv4core.presets import presets
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,7 +27,8 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools, few repetitions: what is tested is not the time."""
-    monkeypatch.setattr("dsv4core.bench.inputs.cache_bytes", lambda device: 1 << 17)
+    for module in ("bench.inputs", "cli.bench"):
+        monkeypatch.setattr(f"dsv4core.{module}.cache_bytes", lambda device: 1 << 17)
     monkeypatch.setattr("dsv4core.bench.timing.SECONDS", 0.0)
     ceilings = Ceilings(copy_gbps=20.0, matmul_tflops=0.1)
     monkeypatch.setattr("dsv4core.cli.bench.measure_ceilings", lambda device, dtype: ceilings)
@@ -93,8 +92,8 @@ def test_formats_are_not_compared_in_silence(capsys: Capture) -> None:
     words = ("kv_cache_dtype=bf16,fp8", "bench.op=[plan_step]", "bench.tokens=[1]", "bench.context=[64]")
     assert main(["bench", "backend=reference", *words]) == 0
     out = capsys.readouterr().out
-    assert "plan_step, decode, c4a, 16 heads, bf16 caches" in out
-    assert "plan_step, decode, c4a, 16 heads, fp8_ds_mla caches" in out
+    assert "plan_step, decode, c4a, tiny, bfloat16, 16 heads, bf16 caches" in out
+    assert "plan_step, decode, c4a, tiny, bfloat16, 16 heads, fp8_ds_mla caches" in out
     assert "Rows of different cache formats read different bytes; compare them within a table." in out
 
 
@@ -141,12 +140,13 @@ def test_plots(tmp_path: Path, capsys: Capture) -> None:
         "kv_cache_dtype=bf16,fp8",
     )
     rows(capsys, *words, f"bench.plot={tmp_path}")
+    plots = (
+        *("decode-c4a-context128-by-batch", "decode-c4a-context64-by-batch"),
+        *("decode-c4a-tokens1-by-context", "decode-c4a-tokens2-by-context", "roofline"),
+    )
+    work = "forward_mqa-tiny-bfloat16-16heads"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "forward_mqa-decode-c4a-context128-by-batch.png",
-        "forward_mqa-decode-c4a-context64-by-batch.png",
-        "forward_mqa-decode-c4a-tokens1-by-context.png",
-        "forward_mqa-decode-c4a-tokens2-by-context.png",
-        "roofline.png",
+        f"{work}-{format}-{plot}.png" for format in ("bf16", "fp8_ds_mla") for plot in plots
     ]
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
 
@@ -162,12 +162,21 @@ MISTAKES = [
     (["bench.kind=[]"], "bench.kind names nothing; use some of swa, c4a, c128a."),
     (["bench.tokens=[0]"], "bench.tokens=[0] cannot be; give numbers from 1 on."),
     (["bench.tokens=4"], "bench.tokens=4 is no list of numbers; write 'bench.tokens=[0,2]'."),
-    (["bench=nightly"], "bench=nightly is not known; the names are decode, mixed, prefill, quick."),
+    (["bench=nightly"], "bench=nightly is not known; the names are decode, heads, mixed, prefill, quick."),
     (
         ["bench.peers=[cudnn]", "bench.op=[plan_step]"],
         "There is no peer 'cudnn'; the peers are torch, flashmla",
     ),
     (["bench.peers=[flashmla]"], "The peer 'flashmla' needs the package flash_mla, which is not installed."),
+    (
+        ["bench.mode=graph", "bench.phase=[decode,mixed]"],
+        "bench.mode=graph cannot capture mixed steps: backends plan those by their lengths; use "
+        "bench.mode=auto, or bench.phase=[decode].",
+    ),
+    (
+        ["bench.mode=graph", "device=cpu"],
+        "bench.mode=graph captures on a GPU, and device=cpu is none; use bench.mode=auto.",
+    ),
     (["bench.op=[indexer]", "bench.kind=[swa]"], "Nothing could be measured; the reasons are above."),
 ]
 
@@ -188,14 +197,101 @@ def test_a_backend_that_cannot_is_left_out_with_its_reasons(capsys: Capture) -> 
     )
 
 
-@pytest.mark.parametrize("phase", BENCH_VALUES["phase"])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_peers_compute_the_same(phase: str, kind: str) -> None:
-    """The peer that needs no package gives the backend's numbers on the same inputs."""
-    workload = Workload(phase, KINDS[kind], 6, 700)
-    request = Request("cpu", "", PRESETS["tiny"], 16, workload.limits, dtype="float32", kv_cache_dtype="bf16")
-    inputs = Inputs(select(request, "reference"), workload, torch.device("cpu"))
-    found = peer_calls("torch", "forward_mqa", inputs)
-    assert found is not None
-    for own, other in zip(calls("forward_mqa", inputs), found[1], strict=True):
-        torch.testing.assert_close(other(), own().data, atol=1e-4, rtol=1e-4)  # type: ignore[attr-defined]
+EXPLODES = {"forward_mqa": lambda inputs: 1 / 0}
+FAILURE = ["bench.op=[forward_mqa,plan_step]", "bench.tokens=[1]", "bench.context=[64,65]"]
+
+
+def test_a_failure_is_a_line_and_the_rest_goes_on(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "torch", EXPLODES)  # type: ignore[arg-type]
+    assert main(["bench", "backend=reference", *FAILURE, "bench.peers=[torch]", "--json"]) == 1
+    captured = capsys.readouterr()
+    found = [json.loads(line) for line in captured.out.splitlines()]
+    assert [(row["op"], row["shape"]["context"]) for row in found] == [
+        *(("forward_mqa", 64), ("plan_step", 64), ("forward_mqa", 65), ("plan_step", 65)),
+    ]
+    step = "peer:torch failed in forward_mqa of decode c4a, 1 tokens, context"
+    assert captured.err.splitlines() == [
+        f"dsv4: {step} {context}: ZeroDivisionError: division by zero." for context in (64, 65)
+    ]
+
+
+def test_only_failures(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no kernel image\nis there")
+
+    monkeypatch.setattr("dsv4core.cli.bench.Inputs", broken)
+    assert main(["bench", "backend=reference", *FAILURE]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[0] == (
+        "dsv4: reference failed in decode c4a, 1 tokens, context 64: RuntimeError: no kernel image is there."
+    )
+
+
+def test_a_lost_device_ends_the_run(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "torch", EXPLODES)  # type: ignore[arg-type]
+    monkeypatch.setattr("dsv4core.cli.bench.device_lost", lambda device: True)
+    file = tmp_path / "rows.jsonl"
+    words = [*FAILURE, "bench.peers=[torch]", f"bench.out={file}"]
+    assert main(["bench", "backend=reference", *words]) == 1
+    assert [row.op for row in load(file)] == ["forward_mqa"]
+    captured = capsys.readouterr()
+    assert "forward_mqa, decode, c4a, tiny, bfloat16, 16 heads" in captured.out
+    assert captured.err.splitlines()[1] == (
+        "dsv4: peer:torch failed in forward_mqa of decode c4a, 1 tokens, context 64: after this only another "
+        "process can use the device; not run: the rest of this workload, and reference in decode c4a, 1 "
+        "tokens, context 65."
+    )
+
+
+def test_strict_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_STRICT", "1")
+    monkeypatch.setitem(PEERS, "torch", EXPLODES)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        main(["bench", "backend=reference", *FAILURE, "bench.peers=[torch]"])
+
+
+def test_rows_say_what_was_computed(capsys: Capture) -> None:
+    words = ("dtype=float32,bfloat16", "bench.op=[plan_step]", "bench.tokens=[1]", "bench.context=[64]")
+    found = rows(capsys, *words)
+    assert [(row["model"], row["dtype"]) for row in found] == [("tiny", "float32"), ("tiny", "bfloat16")]
+
+
+def test_a_row_says_whether_the_cache_was_cold(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 calls of 144 KB move twice 128 KiB; the 8 that a CPU takes at most, less than twice 16 MiB."""
+    words = ("bench.op=[forward_mqa]", "bench.tokens=[1]", "bench.context=[4096]")
+    assert [row["cold"] for row in rows(capsys, *words)] == [True]
+    for module in ("bench.inputs", "cli.bench"):
+        monkeypatch.setattr(f"dsv4core.{module}.cache_bytes", lambda device: 1 << 24)
+    assert [row["cold"] for row in rows(capsys, *words)] == [False]
+
+
+SHAPES = {
+    "quick": {(16, 1), (16, 8)},
+    "decode": {(16, tokens) for tokens in (1, 8, 64, 256, 512)},
+    "prefill": {(16, tokens) for tokens in (512, 2048, 4096, 16384)},
+    "mixed": {(16, tokens) for tokens in (64, 512, 4096)},
+    "heads": {(heads, tokens) for heads in (8, 16, 32, 64, 128) for tokens in (1, 64, 512)},
+}
+
+
+@pytest.mark.parametrize("name", presets("bench"))
+def test_presets_expand(name: str) -> None:
+    found = set()
+    for words in expand_sweeps([f"bench={name}"]):
+        config = compose(words)
+        request = build_request(config, configured_shape(config), Machine("cpu", "", ""), "static")
+        for workload in _workloads(config.bench):
+            found.add((request.num_heads, workload.tokens))
+            assert workload.limits.max_tokens == workload.tokens
+    assert found == SHAPES[name]
+
+
+def test_a_presets_sweep_gives_way() -> None:
+    words = ["bench=quick,heads", "model=v4_pro", "request.tensor_parallel=8,4"]
+    assert expand_sweeps(words) == [
+        [f"bench={name}", "model=v4_pro", f"request.tensor_parallel={ranks}"]
+        for name in ("quick", "heads")
+        for ranks in (8, 4)
+    ]
+    assert len(expand_sweeps(["bench=heads", "model=v4_pro"])) == 4
