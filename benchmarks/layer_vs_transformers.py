@@ -22,9 +22,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import create_sliding_window_causal_mask
 
 from dsv4core.api import Limits, Request
+from dsv4core.bench.peers.transformers import Layer
 from dsv4core.bench.rows import provenance
 from dsv4core.framework.selection import select
 from dsv4core.model.checkpoint import Checkpoint
@@ -73,26 +73,19 @@ def write_model(directory: Path, layer_type: str) -> transformers.DeepseekV4ForC
 
 
 class Peer:
-    """transformers' attention module of one layer."""
+    """transformers' attention module of one layer, with a cache that grows."""
 
     def __init__(self, model: transformers.DeepseekV4ForCausalLM) -> None:
-        self.model, self.attention = model, model.model.layers[0].self_attn
+        self.own = Layer(model.config, model.model.layers[0].self_attn, model.model.rotary_emb)
         self.cache = DynamicCache(config=model.config)
 
     def plan(self, start: int, hidden: torch.Tensor) -> Any:
         """What all layers share in a step: the mask, and cosines and sines."""
-        positions = torch.arange(start, start + hidden.shape[1])[None]
-        mask = create_sliding_window_causal_mask(
-            self.model.config, hidden, None, self.cache, position_ids=positions
-        )
-        rotary = self.model.model.rotary_emb
-        rope = {name: rotary(hidden, positions, name) for name in ("main", "compress")}
-        return rope, positions, mask
+        return self.own.plan(start, hidden, self.cache)
 
     def layer(self, hidden: torch.Tensor, plan: Any) -> torch.Tensor:
         """Attention of `hidden` `[1, tokens, hidden]`."""
-        out: torch.Tensor = self.attention(hidden, *plan, self.cache)[0]
-        return out
+        return self.own.attend(hidden, plan, self.cache)
 
 
 class Ours:
@@ -200,6 +193,7 @@ def row(op: str, backend: str, kind: str, phase: str, context: int, us: float) -
     return {
         "op": op,
         "backend": backend,
+        "dtype": "float32",
         "kv_format": "fp32",
         "shape": {
             "heads": HEADS,
