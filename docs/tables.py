@@ -111,19 +111,21 @@ def reasons() -> str:
 
 
 def peers() -> str:
-    """Microseconds of peers on an H200, by heads and query tokens."""
+    """Microseconds of peers on an H200, by the rows that they read, heads and query tokens."""
     rows = [json.loads(line) for line in (RESULTS / "h200" / "peers.jsonl").read_text().splitlines()]
     tokens = sorted({row["shape"]["tokens"] for row in rows})
-    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    found: dict[tuple[str, str, str, int], dict[int, str]] = {}
     for row in rows:
         if row["backend"].startswith("peer:"):
-            key = (row["op"], row["backend"], row["shape"]["heads"])
-            found.setdefault(key, {})[row["shape"]["tokens"]] = row["us"]
+            key = (row["op"], row["backend"], row["kv_format"], row["shape"]["heads"])
+            time = f"{row['us']:,.1f}" + ("" if row["cold"] else " *warm*")
+            found.setdefault(key, {})[row["shape"]["tokens"]] = time
     lines = [
-        (op, backend, str(heads), *(f"{times[count]:,.1f}" if count in times else "" for count in tokens))
-        for (op, backend, heads), times in sorted(found.items())
+        (op, backend, read, str(heads), *(times.get(count, "") for count in tokens))
+        for (op, backend, read, heads), times in sorted(found.items())
     ]
-    return table(("operation", "peer", "heads", *(f"{count} tokens, µs" for count in tokens)), lines)
+    columns = (f"{count} tokens, µs" for count in tokens)
+    return table(("operation", "peer", "caches", "heads", *columns), lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -14,10 +14,12 @@ from dsv4core.bench.cost import Ceilings
 Call = Callable[[], object]
 SECONDS = 0.3
 """Measured of each row, at least."""
+PATIENCE = 10 * SECONDS
+"""After which fewer than 5 rounds are enough: they are long, and a time is a mean over a round."""
 
 
 def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> float:
-    """The median time of a call, over rounds of all of them.
+    """The median over rounds of all calls, of the mean time of a call in a round.
 
     Args:
         calls: The same operation on different memory, so that caches hold nothing of it.
@@ -30,11 +32,12 @@ def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> fl
         return _on_a_cpu(calls)
     _synchronise(device)
     run = _captured(calls) if graph else lambda: [call() for call in calls]
-    run()
-    _synchronise(device)
+    if graph:
+        run()
+        _synchronise(device)
     times: list[float] = []
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    while len(times) < 5 or sum(times) < SECONDS * 1e3:
+    while sum(times) < SECONDS * 1e3 or (len(times) < 5 and sum(times) < PATIENCE * 1e3):
         begin.record()
         run()
         end.record()

@@ -51,6 +51,8 @@ def bench(words: Sequence[str]) -> int:
         raise ConfigError(
             f"bench.mode=graph captures on a GPU, and device={device.type} is none; use bench.mode=auto."
         )
+    for config in configs:  # a mistake in the last one is to be known before the first is measured
+        build_request(config, configured_shape(config), machine_of(device), probe="host")
     ceilings = measure_ceilings(device, getattr(torch, first.dtype))
     rows: list[Row] = []
     failed = False

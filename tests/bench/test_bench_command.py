@@ -177,6 +177,10 @@ MISTAKES = [
         ["bench.mode=graph", "device=cpu"],
         "bench.mode=graph captures on a GPU, and device=cpu is none; use bench.mode=auto.",
     ),
+    (
+        ["request.tensor_parallel=1,3"],
+        "A tensor-parallel size of 3 does not divide num_attention_heads = 16;",
+    ),
     (["bench.op=[indexer]", "bench.kind=[swa]"], "Nothing could be measured; the reasons are above."),
 ]
 

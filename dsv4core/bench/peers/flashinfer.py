@@ -48,7 +48,7 @@ def _by_wrapper(inputs: Inputs) -> list[Call]:
 
     turns, heads, device = inputs.turns("forward_mqa"), inputs.spec.num_heads, inputs.device
     listed = [_row_numbers(attended_slots(inputs, turn)) for turn in turns]
-    rows = torch.cat([_plain_rows(cache) for cache, _ in attended_slots(inputs, turns[0])])[:, None]
+    rows = _plain_rows([cache for cache, _ in attended_slots(inputs, turns[0])])[:, None]
     numbers, counts = listed[0]
     starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     queries = torch.arange(len(counts) + 1, dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ def _by_trtllm(inputs: Inputs) -> list[Call]:
             f"bench.phase=[decode] and a bench.context well above {model.sliding_window}."
         )
     pools = [
-        _plain_rows(cache).unflatten(0, (cache.num_pages, cache.page_size))
+        _plain_rows([cache]).unflatten(0, (cache.num_pages, cache.page_size))
         for cache, _ in attended_slots(inputs, turns[0])
     ]
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
@@ -135,10 +135,16 @@ def _by_trtllm(inputs: Inputs) -> list[Call]:
     return [one(turn) for turn in turns]
 
 
-def _plain_rows(cache: KVCache) -> torch.Tensor:
-    """All rows of a pool, `[rows, width]` bf16."""
-    slots = torch.arange(cache.num_pages * cache.page_size, device=cache.pool.device)
-    return torch.cat([cache.read(part).bfloat16() for part in slots.split(CHUNK)])
+def _plain_rows(caches: list[KVCache]) -> torch.Tensor:
+    """All rows of pools, `[rows, width]` bf16, one pool after the other."""
+    sizes = [cache.num_pages * cache.page_size for cache in caches]
+    width = sum(part.width for part in caches[0].format.parts if part.name != "scale")
+    rows = torch.empty(sum(sizes), width, dtype=torch.bfloat16, device=caches[0].pool.device)
+    for cache, own in zip(caches, rows.split(sizes), strict=True):
+        slots = torch.arange(len(own), device=own.device)
+        for part, numbers in zip(own.split(CHUNK), slots.split(CHUNK), strict=True):
+            part.copy_(cache.read(numbers))
+    return rows
 
 
 _MAKERS = {"sm_90": _by_wrapper, "sm_100": _by_trtllm, "sm_103": _by_trtllm}
