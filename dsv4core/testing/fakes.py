@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,12 +124,28 @@ def install_backend(
     distribution = distribution or f"fake-{name}"
     module = distribution.replace("-", "_")
     (folder / f"{module}.py").write_text(source)
-    metadata = folder / f"{module}-{version}.dist-info"
+    declare_backends(folder, distribution, {name: module}, version=version, requires=requires)
+
+
+def declare_backends(
+    folder: Path, distribution: str, backends: Mapping[str, str], *, version: str = "1.0", requires: str = ""
+) -> None:
+    """Write the metadata of a distribution that declares backends whose code lies elsewhere.
+
+    Args:
+        folder: Where the metadata go.
+        distribution: Its name.
+        backends: What each backend's name stands for: `module` or `module:object`.
+        version: The distribution's version.
+        requires: What it requires of another distribution, such as `dsv4core<0.2`.
+    """
+    metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
     lines = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
     lines += [f"Requires-Dist: {requires}"] if requires else []
     (metadata / "METADATA").write_text("\n".join(lines) + "\n")
-    (metadata / "entry_points.txt").write_text(f"[dsv4core.backends]\n{name} = {module}\n")
+    entries = "".join(f"{name} = {value}\n" for name, value in backends.items())
+    (metadata / "entry_points.txt").write_text(f"[dsv4core.backends]\n{entries}")
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsv4core.api import OWN_OPS
-from dsv4core.testing.fakes import isolate
+from dsv4core.testing.fakes import declare_backends, isolate
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite import checks
 from tests.suite.mutants import MUTANTS, Reference
@@ -16,12 +16,8 @@ from tests.suite.mutants import MUTANTS, Reference
 @pytest.fixture
 def mutants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are installed as backends of one distribution, and a backend that is right."""
-    metadata = tmp_path / "mutants-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mutants\nVersion: 1.0\n")
-    lines = ["[dsv4core.backends]", "reference = dsv4core.backends.reference"]
-    lines += [f"{name} = tests.suite.test_mutants:BACKENDS.{name}" for name in vars(BACKENDS)]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    own = {name: f"tests.suite.test_mutants:BACKENDS.{name}" for name in vars(BACKENDS)}
+    declare_backends(tmp_path, "mutants", {"reference": "dsv4core.backends.reference", **own})
     isolate(tmp_path, monkeypatch)
 
 

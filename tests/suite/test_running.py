@@ -18,6 +18,7 @@ from dsv4core.backends import reference
 from dsv4core.cli.check import _verdict
 from dsv4core.cli.main import main
 from dsv4core.testing.conformance import Checked, Conformance, run_suite
+from dsv4core.testing.fakes import declare_backends
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite import MODULES, checks
 from dsv4core.testing.suite.marks import LEVELS
@@ -75,11 +76,7 @@ BACKENDS = ("elsewhere", "undeclared", "few", "sink_ignored", "dies", "hangs")
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder with metadata of these backends."""
-    metadata = tmp_path / "acme-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    lines = ["[dsv4core.backends]", *(f"{name} = tests.suite.test_running:{name}" for name in BACKENDS)]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    declare_backends(tmp_path, "acme", {name: f"tests.suite.test_running:{name}" for name in BACKENDS})
     return tmp_path
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4core.api import DSV4Error
 from dsv4core.testing import signatures
-from dsv4core.testing.fakes import FAKE_BACKEND, altered, isolate
+from dsv4core.testing.fakes import FAKE_BACKEND, altered, declare_backends, isolate
 from dsv4core.testing.subject import Elsewhere, Subject
 from dsv4core.testing.suite.test_calls import (
     test_calls_fit_the_installed_library as installed_check,
@@ -46,10 +46,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "plugin.py").write_text(source)
     (folder / "kernels.py").write_text(KERNELS)
     (tmp_path / "fast_kernels.py").write_text(LIBRARY)
-    metadata = tmp_path / "fast-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fast\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[dsv4core.backends]\nfast = fast_backend.plugin\n")
+    declare_backends(tmp_path, "fast", {"fast": "fast_backend.plugin"})
     isolate(tmp_path, monkeypatch)
     for name in ("fast_kernels", "fast_backend", "fast_backend.plugin"):
         monkeypatch.delitem(__import__("sys").modules, name, raising=False)
