@@ -1,12 +1,13 @@
 """Calls into a kernel library, held against its recorded signatures: a keyword that moved is found on a CPU.
 
-A backend's package keeps `signatures.json` beside its modules:
+A backend's package keeps `signatures.json` beside its modules, a backend that is the single module `wave.py`
+keeps `wave.signatures.json`:
 
     python -m dsv4core.testing.signatures dsv4_plugin_acme acme_kernels.sparse_mla acme_kernels.make_plan
 
-writes it from the installed library. Only functions that are called by their own name can be followed, in
-files that import the library. Of a library without such calls (Triton's kernels, `torch.ops`) the module
-alone is recorded:
+writes it from the installed library. Calls are followed through imports, other names, attributes, arguments
+and `functools.partial`. Of a library whose calls cannot be followed (Triton's kernels, `torch.ops`) the
+module alone is recorded:
 
     python -m dsv4core.testing.signatures dsv4_plugin_acme triton
 """
@@ -21,12 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
-from pathlib import Path
 
 from dsv4core.api import DSV4Error
-
-FILE = "signatures.json"
+from dsv4core.testing.source import Source, source_of
 
 
 @dataclass(frozen=True)
@@ -51,66 +49,10 @@ class Recorded:
         return _signature(tree.args)
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call in a backend's source.
-
-    Attributes:
-        place: File and line.
-        positional: Number of positional arguments.
-        keywords: Keywords; `**` arguments cannot be followed.
-        starred: Whether there are `*` or `**` arguments.
-    """
-
-    place: str
-    positional: int
-    keywords: tuple[str, ...]
-    starred: bool
-
-    def problem(self, signature: inspect.Signature) -> str | None:
-        """Why it does not fit a signature, or None."""
-        bind = signature.bind_partial if self.starred else signature.bind
-        try:
-            bind(*[None] * self.positional, **dict.fromkeys(self.keywords))
-        except TypeError as error:
-            return f"{self.place}: {error}"
-        return None
-
-
-def package_folder(package: str) -> Path | None:
-    """The folder of a package's source; None where it is a single module. Nothing is imported but parents.
-
-    Raises:
-        DSV4Error: There is no such package.
-    """
-    spec = find_spec(package)
-    if spec is None:
-        raise DSV4Error(f"No package is named {package!r}; name the backend's import package.")
-    places = list(spec.submodule_search_locations or ())
-    return Path(places[0]) if places else None
-
-
-def read(folder: Path) -> list[Recorded]:
+def read(source: Source) -> list[Recorded]:
     """The recorded signatures of a package; none where it has no file."""
-    file = folder / FILE
+    file = source.signatures
     return [Recorded(**entry) for entry in json.loads(file.read_text())] if file.exists() else []
-
-
-def calls(folder: Path, target: str) -> list[Call]:
-    """All calls of a function in a package's source, by the function's own name."""
-    library, name, found = target.partition(".")[0], target.rpartition(".")[2], []
-    for file in sorted(folder.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        if not any(library in _imported(node) for node in ast.walk(tree)):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _called(node) == name:
-                starred = any(isinstance(argument, ast.Starred) for argument in node.args)
-                named = tuple(word.arg for word in node.keywords if word.arg is not None)
-                starred = starred or len(named) < len(node.keywords)
-                count = sum(not isinstance(argument, ast.Starred) for argument in node.args)
-                found.append(Call(f"{file.relative_to(folder)}:{node.lineno}", count, named, starred))
-    return found
 
 
 def record(target: str) -> Recorded:
@@ -148,30 +90,14 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) < 2:
         raise DSV4Error("Write: python -m dsv4core.testing.signatures PACKAGE MODULE.FUNCTION …")
     package, *targets = arguments
-    folder = package_folder(package)
-    if folder is None:
-        raise DSV4Error(f"{package} is a single module; signatures are kept in a package's folder.")
+    source = source_of(package)
     entries = [vars(record(target)) for target in targets]
-    (folder / FILE).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    source.signatures.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 def _source(module: str) -> str:
     names = set(packages_distributions().get(module, ()))
     return ", ".join(sorted(f"{name} {version(name)}" for name in names))
-
-
-def _imported(node: ast.AST) -> set[str]:
-    """The top-level packages that a statement imports."""
-    if isinstance(node, ast.Import):
-        return {own.name.partition(".")[0] for own in node.names}
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        return {node.module.partition(".")[0]}
-    return set()
-
-
-def _called(node: ast.Call) -> str:
-    function = node.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
