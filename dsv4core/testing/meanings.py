@@ -13,11 +13,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
-from dsv4core.testing.scopes import END, RETURN, Binding, Code, Imported, Position, Scope, start_of
+from dsv4core.testing.scopes import END, RETURN, Binding, Code, Imported, Position, Scope, Site, start_of
 
 PARTIAL = "functools.partial"
 ALIKE = frozenset({"builtins.staticmethod", "torch.compile", "torch.compiler.disable", "functools.cache"})
 """What they give is called as what they are given."""
+FAR = 16
+"""Steps from name to name after which reading gives up."""
+PASSED_ON = 4
+"""Functions that pass an argument on, likewise."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Meaning:
     name: str
     partial: tuple[ast.Call, ...] = ()
 
+    def with_arguments_of(self, node: ast.Call) -> Meaning:
+        """The same, with the arguments of one more `functools.partial`."""
+        return replace(self, partial=(*self.partial, node))
+
 
 Meanings = frozenset[Meaning]
 
@@ -42,20 +50,44 @@ class Reading:
 
     Attributes:
         code: What was read.
-        known: Bindings that were followed.
+        known: What bindings that were met stand for.
+        attributes: All attributes by name, whosoever they are.
+        passed: The calls whose arguments were bound to parameters and fields of a callee.
     """
 
     code: Code
     known: dict[Binding, Meanings] = field(default_factory=dict)
+    attributes: dict[str, list[Binding]] = field(default_factory=dict)
+    passed: set[tuple[str, ast.Call]] = field(default_factory=set)
 
     @classmethod
     def of(cls, code: Code) -> Reading:
-        """With parameters and fields bound to what the package's calls of its own pass for them."""
-        first = cls(code)
-        for site in code.sites:
-            for meaning in first.meanings(site.node.func, site.scope):
-                first._pass(meaning, site.node, site.scope)
-        return cls(code)  # what was followed before did not know the arguments
+        """With all names followed, and with what the package's calls of its own pass for parameters."""
+        reading = cls(code)
+        for _ in range(PASSED_ON):
+            reading._settle()
+            before = len(reading.passed)
+            for site, callees in [(own, reading.meanings(own.node.func, own.scope)) for own in code.sites]:
+                for callee in callees:
+                    reading._pass(callee, site)
+            if len(reading.passed) == before:
+                break
+        return reading
+
+    def _settle(self) -> None:
+        """Follow each binding one step further, until there is nothing new: cycles end, too."""
+        self.attributes.clear()
+        for bindings in (*(own.bindings for own in self.code.classes), self.code.attributes):
+            for name, found in bindings.items():
+                self.attributes.setdefault(name, []).extend(found)
+        for site in self.code.sites:
+            self.meanings(site.node, site.scope)
+        for _ in range(FAR):
+            before = dict(self.known)
+            for binding in before:
+                self.known[binding] = self._value(binding)
+            if self.known == before:
+                break
 
     def meanings(self, node: ast.expr, scope: Scope) -> Meanings:
         """What an expression may stand for where it stands."""
@@ -83,27 +115,28 @@ class Reading:
 
     def _member(self, owner: str, name: str) -> Meanings:
         """An attribute of a module, of a class, or of an object."""
-        whole = frozenset({Meaning(f"{owner}.{name}")})
         if owner in self.code.modules:
-            return self._values(_reaching(self.code.modules[owner].bindings.get(name, []), END)) or whole
+            found = self._values(_reaching(self.code.modules[owner].bindings.get(name, []), END))
+            return found or frozenset({Meaning(f"{owner}.{name}")})
         classes = self.code.defined.get(owner.removesuffix("()"))
         if classes:
             found = self._values(own for scope in classes for own in scope.bindings.get(name, ()))
             return found or self._anyones(name)
-        return whole | self._values(self.code.attributes.get(name, ())) if owner.endswith("()") else whole
+        if "()" in owner:
+            given = self._values(self.code.attributes.get(name, ()))
+            return given | {Meaning(f"{_some(owner)}.{name}")}
+        return frozenset({Meaning(f"{owner}.{name}")})
 
     def _anyones(self, name: str) -> Meanings:
         """An attribute of that name of whatever object of the package."""
-        classes = [scope for scopes in self.code.defined.values() for scope in scopes if scope.is_class]
-        found = [own for scope in classes for own in scope.bindings.get(name, ())]
-        return self._values([*found, *self.code.attributes.get(name, ())])
+        return self._values(self.attributes.get(name, ()))
 
     def _result(self, callee: Meaning, node: ast.Call, scope: Scope) -> Meanings:
         """What a call gives."""
         words = [own.value if isinstance(own, ast.Constant) else None for own in node.args[:2]]
         if callee.name == PARTIAL and words:
             functions = self.meanings(node.args[0], scope)
-            return frozenset(replace(own, partial=(*own.partial, node)) for own in functions)
+            return frozenset(own if node in own.partial else own.with_arguments_of(node) for own in functions)
         if callee.name in ALIKE and words:
             return self.meanings(node.args[0], scope)
         if callee.name == "builtins.getattr" and len(words) > 1 and isinstance(words[1], str):
@@ -113,26 +146,23 @@ class Reading:
         return self._called(callee.name)
 
     def _called(self, name: str) -> Meanings:
-        scopes = self.code.defined.get(name, [])
-        if not scopes or scopes[0].is_class:
+        scopes = self.code.defined.get(name)
+        if not scopes:
+            return frozenset({Meaning(_some(name))})
+        if scopes[0].is_class:
             return frozenset({Meaning(f"{name}()")})
         return self._values(own for scope in scopes for own in scope.bindings.get(RETURN, ()))
 
     def _values(self, bindings: Iterable[Binding]) -> Meanings:
-        return _union(map(self._value, bindings))
+        return _union(self.known.setdefault(own, frozenset()) for own in bindings)
 
     def _value(self, binding: Binding) -> Meanings:
-        if binding not in self.known:
-            self.known[binding] = frozenset()  # for a name that is made of itself
-            value = binding.value
-            if isinstance(value, str):
-                called = value.endswith("()")
-                self.known[binding] = self._called(value[:-2]) if called else frozenset({Meaning(value)})
-            elif isinstance(value, Imported):
-                self.known[binding] = self._imported(value.name)
-            elif value is not None:
-                self.known[binding] = self.meanings(value, binding.scope)
-        return self.known[binding]
+        value = binding.value
+        if isinstance(value, str):
+            return self._called(value[:-2]) if value.endswith("()") else frozenset({Meaning(value)})
+        if isinstance(value, Imported):
+            return self._imported(value.name)
+        return frozenset() if value is None else self.meanings(value, binding.scope)
 
     def _imported(self, name: str) -> Meanings:
         module, _, last = name.rpartition(".")
@@ -140,15 +170,17 @@ class Reading:
             return self._member(module, last)
         return frozenset({Meaning(name)})
 
-    def _pass(self, callee: Meaning, node: ast.Call, scope: Scope) -> None:
+    def _pass(self, callee: Meaning, site: Site) -> None:
         """Bind a call's arguments to the parameters or fields that take them."""
-        if callee.partial or callee.name.startswith("builtins."):
+        node, key = site.node, (callee.name, site.node)
+        if key in self.passed or callee.partial or callee.name.startswith("builtins."):
             return
+        self.passed.add(key)
         plain = list(takewhile(lambda own: not isinstance(own, ast.Starred), node.args))
         named = [(own.arg, own.value) for own in node.keywords if own.arg is not None]
         for takes, bindings in self._takers(callee.name):
             for name, value in [*zip(takes, plain, strict=False), *named]:
-                bindings[name].append(Binding(value, scope))
+                bindings[name].append(Binding(value, site.scope))
 
     def _takers(self, name: str) -> Iterator[tuple[list[str], dict[str, list[Binding]]]]:
         """The names that take what a call passes by position, and where arguments are bound."""
@@ -157,6 +189,11 @@ class Reading:
             yield [], self.code.attributes
         for scope in makers or ():
             yield scope.takes, scope.bindings
+
+
+def _some(name: str) -> str:
+    """An object that another library gave: no more than the library matters."""
+    return f"{name.partition('.')[0].removesuffix('()')}()"
 
 
 def _union(parts: Iterable[Meanings]) -> Meanings:

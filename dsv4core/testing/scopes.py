@@ -98,6 +98,11 @@ class Code:
     attributes: defaultdict[str, list[Binding]] = field(default_factory=lambda: defaultdict(list))
     sites: list[Site] = field(default_factory=list)
 
+    @property
+    def classes(self) -> list[Scope]:
+        """The package's classes."""
+        return [scope for scopes in self.defined.values() for scope in scopes if scope.is_class]
+
 
 def read(source: Source) -> Code:
     """Read all files of a package."""

@@ -422,6 +422,73 @@ def test_a_name_that_another_file_gives(package: Path) -> None:
     assert problems(package, source) == [f"kernels.py:3: {missing}", f"kernels.py:4: {missing}"]
 
 
+# A file that imports the library, and one that does not and calls `attend` in the line with `!`.
+KEPT = {
+    "in a dataclass": (
+        """
+from .kernels import State
+def init(weights):
+    import fast_kernels
+    return State(weights, fast_kernels)
+""",
+        """
+@dataclass
+class State:
+    weights: Any
+    library: Any
+def forward(state):
+    state.library.attend(1)  # !
+""",
+    ),
+    "in a dataclass of functions": (
+        """
+import fast_kernels
+from . import kernels
+kernels.State(kernels.Functions(run=fast_kernels.attend))
+""",
+        """
+class Functions(NamedTuple):
+    run: Any
+class State(NamedTuple):
+    own: Functions
+def forward(state):
+    state.own.run(1)  # !
+""",
+    ),
+    "by a function": (
+        """
+def library():
+    import fast_kernels
+    return fast_kernels
+""",
+        """
+from .layer import library
+library().attend(1)  # !
+""",
+    ),
+    "in a global": (
+        """
+own = None
+def load():
+    global own
+    import fast_kernels as own
+""",
+        """
+from . import layer
+layer.own.attend(1)  # !
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_library_that_another_file_keeps(package: Path, case: str) -> None:
+    layer, kernels = KEPT[case]
+    (package / "layer.py").write_text(layer)
+    missing = f"kernels.py:{line_of(kernels)}: missing a required argument: 'cache'"
+    assert problems(package, kernels) == [missing]
+
+
 def test_two_functions_of_one_name(package: Path) -> None:
     """Each call is held against its own; a third place of the library may have either."""
     library = package.parent / "fast_kernels"
