@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -53,7 +53,10 @@ def bench(words: Sequence[str]) -> int:
         )
     for config in configs:  # a mistake in the last one is to be known before the first is measured
         build_request(config, configured_shape(config), machine_of(device), probe="host")
-    ceilings = measure_ceilings(device, getattr(torch, first.dtype))
+    ceilings = {
+        dtype: measure_ceilings(device, getattr(torch, dtype))
+        for dtype in {own.dtype: None for own in configs}
+    }
     rows: list[Row] = []
     failed = False
     for found in _measured(configs, device, ceilings):
@@ -80,7 +83,7 @@ def _kept(row: Row, config: DSV4Config) -> Row:
     return row
 
 
-def _report(rows: Sequence[Row], config: DSV4Config, ceilings: Ceilings) -> None:
+def _report(rows: Sequence[Row], config: DSV4Config, ceilings: Mapping[str, Ceilings]) -> None:
     if not config.json:
         _print(rows, ceilings)
     if config.bench.plot is not None:
@@ -88,7 +91,9 @@ def _report(rows: Sequence[Row], config: DSV4Config, ceilings: Ceilings) -> None
             _say(str(file))
 
 
-def _measured(configs: Sequence[DSV4Config], device: torch.device, ceilings: Ceilings) -> Iterator[Row | Gap]:
+def _measured(
+    configs: Sequence[DSV4Config], device: torch.device, ceilings: Mapping[str, Ceilings]
+) -> Iterator[Row | Gap]:
     """One workload after the other, so that rows that are compared are measured together."""
     seen: set[str] = set()
     pairs = [
@@ -96,7 +101,7 @@ def _measured(configs: Sequence[DSV4Config], device: torch.device, ceilings: Cei
     ]
     tasks = [(config, workload) for _, config, workload in sorted(pairs, key=lambda pair: pair[0])]
     for number, (config, workload) in enumerate(tasks, 1):
-        for found in _of_workload(config, workload, device, ceilings, seen):
+        for found in _of_workload(config, workload, device, ceilings[config.dtype], seen):
             yield found
             if isinstance(found, Gap) and found.failed and device_lost(device):
                 yield _lost(found, tasks[number:])
@@ -230,7 +235,7 @@ def _timed(own: Measured, inputs: Inputs, graph: bool, ceilings: Ceilings) -> di
     }
 
 
-def _print(rows: Sequence[Row], ceilings: Ceilings) -> None:
+def _print(rows: Sequence[Row], ceilings: Mapping[str, Ceilings]) -> None:
     """A table for each operation and format: rows that read other bytes answer another question."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(rows, key=_place):
@@ -249,9 +254,11 @@ def _print(rows: Sequence[Row], ceilings: Ceilings) -> None:
         show(table, "")
     if len({row.kv_format for row in rows}) > 1:
         show("Rows of different cache formats read different bytes; compare them within a table.\n")
+    first, *_ = ceilings.values()
+    rates = " or ".join(f"{own.matmul_tflops:,.2f} TFLOP/s ({dtype})" for dtype, own in ceilings.items())
     show(
-        f"{rows[0].device}: copies at {ceilings.copy_gbps:,.0f} GB/s, multiplies at "
-        f"{ceilings.matmul_tflops:,.2f} TFLOP/s; the floor is what bytes and operations take at these."
+        f"{rows[0].device}: copies at {first.copy_gbps:,.0f} GB/s, multiplies at {rates}; the floor is what "
+        "bytes and operations take at these."
     )
 
 

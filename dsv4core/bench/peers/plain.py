@@ -11,6 +11,7 @@ from dsv4core.bench.operations import Measured
 from dsv4core.bench.peers.slots import attended_slots
 from dsv4core.kvcache import KVCache
 from dsv4core.model.blocks import dequantize_block
+from dsv4core.model.rope import rotate_back
 
 
 def attention(inputs: Inputs) -> Measured:
@@ -39,11 +40,13 @@ def _gathered(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
 
 
 def projection(inputs: Inputs) -> Measured:
-    """Two products in the activation dtype, the inverse rotation left out."""
+    """The inverse rotation, and two products in the activation dtype."""
     groups, heads = inputs.spec.num_groups, inputs.spec.num_heads
 
-    def project(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        grouped = x.flatten(1).unflatten(1, (groups, -1))
+    def project(
+        x: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        grouped = rotate_back(x, positions, rope).flatten(1).unflatten(1, (groups, -1))
         low_rank = torch.einsum("tgd,grd->tgr", grouped, a.unflatten(0, (groups, -1)))
         return low_rank.flatten(1) @ b.T
 
@@ -55,5 +58,6 @@ def projection(inputs: Inputs) -> Measured:
             assert weight.scale is not None
             assert weight.block is not None
             wide.append(dequantize_block(weight.data, weight.scale, weight.block).to(inputs.dtype))
-        calls.append(partial(project, turn.q[:, :heads].to(inputs.dtype), *wide))
+        x = turn.q[:, :heads].to(inputs.dtype)
+        calls.append(partial(project, x, turn.step.positions, weights.rope, *wide))
     return Measured("o_proj", list(calls), inputs.selection.layout)

@@ -1,0 +1,25 @@
+"""The whole suite on a GPU, with a backend of which everything can be captured: graphs, waiting, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4core.testing.fakes import declare_backends, isolate
+from dsv4core.testing.subject import Subject
+from dsv4core.testing.suite import *  # noqa: F403
+from tests.suite.test_capturable import BACKENDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device"),
+]
+
+
+@pytest.fixture
+def dsv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    declare_backends(tmp_path, "capturable", BACKENDS)
+    isolate(tmp_path, monkeypatch)
+    return Subject("capturable", device=torch.device("cuda"))
