@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from dsv4core.api.layer import LayerSpec
+from dsv4core.api.selection import Limits
+
 QUERY_TILE = 64
 """Queries that share the reading of their cached rows in the reference's attention."""
 
 MOST_SHARED = 4
 """A tile reads at most this many times the rows of one query, else it is halved."""
+
+
+def layer_bytes(layer: LayerSpec, limits: Limits) -> int:
+    """A bound on what the definitions of a layer's hooks hold at a time besides what they return.
+
+    Args:
+        layer: The layer.
+        limits: The largest step.
+    """
+    model, kind = layer.model, layer.kind
+    entries = kind.visible_entries(limits.max_model_len)
+    if kind.select == "top_k":
+        entries = min(model.index_topk, entries)
+    width = model.sliding_window + entries
+    attention = sparse_mla_bytes(width, layer.num_heads, model.head_dim)
+    return max(attention, table_bytes(width, limits.max_tokens), o_proj_bytes(layer, limits.max_tokens))
 
 
 def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:
@@ -21,3 +40,27 @@ def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:
     """
     rows = MOST_SHARED * width
     return 4 * rows * (2 * head_dim + QUERY_TILE * (3 * heads + 3))
+
+
+def table_bytes(width: int, tokens: int) -> int:
+    """A bound on what making a table of slots holds: numbers, pages and masks of all its places.
+
+    Args:
+        width: Columns of the table.
+        tokens: Its rows.
+    """
+    return 8 * 8 * width * tokens
+
+
+def o_proj_bytes(layer: LayerSpec, tokens: int) -> int:
+    """A bound on what the output projection's definition holds at a time besides its output.
+
+    The heads rotated back, as fp32 and in groups; the low-rank rows, twice as fp32 and in two dtypes.
+
+    Args:
+        layer: The layer.
+        tokens: Query tokens.
+    """
+    heads = layer.num_heads * layer.model.head_dim
+    low_rank = layer.num_groups * layer.model.o_lora_rank
+    return 4 * tokens * (3 * heads + 4 * low_rank + layer.model.hidden_size)

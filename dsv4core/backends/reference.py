@@ -23,7 +23,7 @@ from dsv4core.api import (
     hookimpl,
 )
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
-from dsv4core.workspace import sparse_mla_bytes
+from dsv4core.workspace import layer_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -72,15 +72,11 @@ def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
 
 @hookimpl
 def dsv4_plan_layer(request: Request, layer: LayerSpec) -> LayerPlan:
-    """No padding, q in the activation dtype; the workspace is what a tile of queries reads as fp32."""
-    model = layer.model
-    entries = layer.kind.visible_entries(request.limits.max_model_len)
-    if layer.kind.select == "top_k":
-        entries = min(model.index_topk, entries)
+    """No padding, q in the activation dtype."""
     return LayerPlan(
         padded_q_heads=layer.num_heads,
         q_dtype=request.dtype,
-        workspace_bytes=sparse_mla_bytes(model.sliding_window + entries, layer.num_heads, model.head_dim),
+        workspace_bytes=layer_bytes(layer, request.limits),
         variant="torch",
         consumes=frozenset({"wo_a", "wo_b"}),
     )

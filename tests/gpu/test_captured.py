@@ -1,4 +1,4 @@
-"""The whole suite on a GPU, with a backend of which everything can be captured: graphs, waiting, memory."""
+"""All that computes of the suite on a GPU, with a backend that can be captured: graphs, waiting, memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 
 from dsv4core.testing.fakes import declare_backends, isolate
 from dsv4core.testing.subject import Subject
-from dsv4core.testing.suite import *  # noqa: F403
+from dsv4core.testing.suite.test_attention import *  # noqa: F403
+from dsv4core.testing.suite.test_caches import *  # noqa: F403
+from dsv4core.testing.suite.test_hot import *  # noqa: F403
+from dsv4core.testing.suite.test_indexer import *  # noqa: F403
+from dsv4core.testing.suite.test_layers import *  # noqa: F403
+from dsv4core.testing.suite.test_projection import *  # noqa: F403
+from dsv4core.testing.suite.test_steps import *  # noqa: F403
 from tests.suite.test_capturable import BACKENDS
 
 pytestmark = [

@@ -97,7 +97,7 @@ def _read(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
 def _write(cache: KVCache, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Tokens that store nothing repeat what another one stores, or what is there."""
     live = slots >= 0
-    one = live.int().argmax()
+    one = live.int().argmax(0, keepdim=True)  # a tensor of one: an index of none would be waited for
     target = torch.where(live, slots, slots[one]).clamp_min(0)
     page, offset = target // cache.page_size, target % cache.page_size
     for view, data in zip(cache.regions, encode_rows(cache.format, rows), strict=True):

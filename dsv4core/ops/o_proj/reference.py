@@ -32,7 +32,7 @@ def o_proj(
     Returns:
         `[tokens, hidden_size]` of the attention's dtype: this rank's partial sum.
     """
-    rotated = rotate_back(attention.float(), positions, rope).to(attention.dtype)
+    rotated = rotate_back(attention, positions, rope)
     grouped = rotated.unflatten(1, (groups, rotated.shape[1] // groups)).flatten(2).transpose(0, 1).float()
     low_rank = grouped @ wo_a.data.unflatten(0, (groups, -1)).transpose(1, 2)
     return linear(low_rank.transpose(0, 1).flatten(1).to(attention.dtype), wo_b)

@@ -23,7 +23,7 @@ from dsv4core.api import (
     hookimpl,
 )
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
-from dsv4core.workspace import sparse_mla_bytes
+from dsv4core.workspace import layer_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -77,14 +77,10 @@ def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
 @hookimpl
 def dsv4_plan_layer(request: Request, layer: LayerSpec) -> LayerPlan:
     """Padding, dtypes and memory of one layer."""
-    model = layer.model
-    entries = layer.kind.visible_entries(request.limits.max_model_len)
-    if layer.kind.select == "top_k":
-        entries = min(model.index_topk, entries)
     return LayerPlan(
         padded_q_heads=layer.num_heads,
         q_dtype=request.dtype,
-        workspace_bytes=sparse_mla_bytes(model.sliding_window + entries, layer.num_heads, model.head_dim),
+        workspace_bytes=layer_bytes(layer, request.limits),
         variant="torch",
         consumes=frozenset({"wo_a", "wo_b"}),
     )

@@ -25,6 +25,7 @@ from dsv4core.api import (
     hookimpl,
 )
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
+from dsv4core.workspace import o_proj_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: Options) -> Lay
         padded_q_heads=heads,
         q_dtype=request.dtype,
         output=output,
-        workspace_bytes=4 * floats,
+        workspace_bytes=max(4 * floats, o_proj_bytes(layer, request.limits.max_tokens)),
         variant=f"tile_{options.tile}",
         consumes=frozenset({"wo_a", "wo_b"}),
     )
