@@ -14,13 +14,25 @@ from dsv4core.model.tensors import QUANTISED, layer_tensors
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and floating-point operations of one call."""
+    """What one call has to do.
+
+    Attributes:
+        bytes: Bytes that have to move.
+        flops: Floating-point operations on values of the activation dtype.
+        fp8_flops: Those of products whose weights or keys are FP8, which a device may do at another rate.
+    """
 
     bytes: int
-    flops: int
+    flops: int = 0
+    fp8_flops: int = 0
+
+    @property
+    def operations(self) -> int:
+        """All floating-point operations."""
+        return self.flops + self.fp8_flops
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+        return Cost(self.bytes + other.bytes, self.flops + other.flops, self.fp8_flops + other.fp8_flops)
 
 
 @dataclass(frozen=True)
@@ -30,14 +42,17 @@ class Ceilings:
     Attributes:
         copy_gbps: Bandwidth of a copy, bytes read and written, in 1e9 bytes a second.
         matmul_tflops: Rate of a large matrix product in the activation dtype, in 1e12 operations a second.
+        fp8_tflops: The same in FP8; where the device has none, that of the activation dtype.
     """
 
     copy_gbps: float
     matmul_tflops: float
+    fp8_tflops: float
 
     def floor_us(self, cost: Cost) -> float:
         """Microseconds that a call of this cost takes at least."""
-        return max(cost.bytes / self.copy_gbps / 1e3, cost.flops / self.matmul_tflops / 1e6)
+        computing = cost.flops / self.matmul_tflops + cost.fp8_flops / self.fp8_tflops
+        return max(cost.bytes / self.copy_gbps / 1e3, computing / 1e6)
 
 
 def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str) -> Mapping[str, Cost]:
@@ -58,20 +73,20 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
     hidden = tokens * model.hidden_size * size
     completed = _completed(workload)
     found = {
-        "plan_step": Cost(4 * attended, 0),
-        "insert_kv": Cost(2 * q + tokens * (width * size + layout.window.bytes_per_token), 0),
+        "plan_step": Cost(4 * attended),
+        "insert_kv": Cost(2 * q + tokens * (width * size + layout.window.bytes_per_token)),
         "forward_mqa": Cost(2 * q + rows, 4 * attended * heads * width),
         "o_proj": Cost(
             q + hidden + weights["wo_a"] + weights["wo_b"],
-            2 * tokens * low * (heads * width // spec.num_groups + model.hidden_size),
+            fp8_flops=2 * tokens * low * (heads * width // spec.num_groups + model.hidden_size),
         ),
         "o_proj.wo_a": Cost(
             tokens * (heads * width + low * size) + weights["wo_a"],
-            2 * tokens * low * heads * width // spec.num_groups,
+            fp8_flops=2 * tokens * low * heads * width // spec.num_groups,
         ),
-        "compress": Cost(0, 0),
-        "indexer": Cost(0, 0),
-        "indexer.logits": Cost(0, 0),
+        "compress": Cost(0),
+        "indexer": Cost(0),
+        "indexer.logits": Cost(0),
     }
     if kind.ratio is not None:
         found["compress"] = _compressor(tokens, completed, kind, width, layout.compressed.bytes_per_token)
@@ -83,8 +98,9 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
         scored = sum(kind.visible_entries(length) for length in workload.lengths)
         index_q = tokens * model.index_n_heads * model.index_head_dim
         work = 2 * scored * model.index_n_heads * model.index_head_dim
-        found["indexer"] = Cost(index_q * (size + 1) + keys, work)
-        found["indexer.logits"] = Cost(index_q + keys + 4 * scored, work)
+        plain, fp8 = (work, 0) if layout.index.fp8 is None else (0, work)
+        found["indexer"] = Cost(index_q * (size + 1) + keys, plain, fp8)
+        found["indexer.logits"] = Cost(index_q + keys + 4 * scored, plain, fp8)
     tensors = layer_tensors(model, kind)
     ranks = model.num_attention_heads // heads
     matrices = {
@@ -92,9 +108,13 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
         for name, tensor in tensors.items()
         if len(tensor.shape) == 2 and not name.endswith((".ape", "wo_a", "wo_b"))
     }
-    products = 2 * tokens * sum(matrices.values())
-    found["project"] = Cost(hidden + q + sum(weights[name] for name in matrices), products)
-    whole = Cost(0, 0)
+    quantised = sum(count for name, count in matrices.items() if tensors[name].dtypes == QUANTISED)
+    found["project"] = Cost(
+        hidden + q + sum(weights[name] for name in matrices),
+        flops=2 * tokens * (sum(matrices.values()) - quantised),
+        fp8_flops=2 * tokens * quantised,
+    )
+    whole = Cost(0)
     for name in ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj"):
         whole += found[name]
     return found | {"layer": whole}
@@ -120,7 +140,7 @@ def _completed(workload: Workload) -> int:
 def _compressor(tokens: int, completed: int, kind: LayerKind, width: int, row: int) -> Cost:
     """States of the step's tokens read and written, states of what entries pool read, entries written."""
     state = 2 * kind.groups * width * 4
-    return Cost(2 * tokens * state + completed * (kind.state_window * state // kind.groups + row), 0)
+    return Cost(2 * tokens * state + completed * (kind.state_window * state // kind.groups + row))
 
 
 def _attended(workload: Workload, spec: LayerSpec) -> tuple[int, dict[str, int]]:

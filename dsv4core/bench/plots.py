@@ -76,10 +76,12 @@ def _roofline(rows: Sequence[Row], title: str, file: Path) -> Path:
             own = [row for row in rows if _name(row) == name and row.gbps]
             intensity = [row.tflops / row.gbps * 1e3 for row in own]
             axes.scatter(intensity, [row.tflops for row in own], label=name, s=18)
-        ridge = ceilings["matmul_tflops"] / ceilings["copy_gbps"] * 1e3
-        points = [ridge / 1000, ridge, ridge * 30]
-        roof = [min(x * ceilings["copy_gbps"] / 1e3, ceilings["matmul_tflops"]) for x in points]
-        axes.plot(points, roof, color="grey", linestyle=":", label="ceilings of this run")
+        for rate, style in (("matmul_tflops", ":"), ("fp8_tflops", "-.")):
+            ridge = ceilings[rate] / ceilings["copy_gbps"] * 1e3
+            points = [ridge / 1000, ridge, ridge * 30]
+            roof = [min(x * ceilings["copy_gbps"] / 1e3, ceilings[rate]) for x in points]
+            label = f"ceilings of this run ({'FP8' if rate == 'fp8_tflops' else rows[0].dtype})"
+            axes.plot(points, roof, color="grey", linestyle=style, label=label)
         axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=title)
 
     return _figure(draw, file)

@@ -46,7 +46,7 @@ class Row:
         gbps: Bytes that have to move, in 1e9 a second.
         tflops: Operations that have to be done, in 1e12 a second.
         floor_us: What they take at least on this device, by ceilings of the same run.
-        ceilings: Those: copy bandwidth and matrix rate.
+        ceilings: Those: copy bandwidth, and the rates of products in the activation dtype and in FP8.
         device: The device.
         versions: Of the packages that matter.
         commit: The checkout's commit, empty where there is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> fl
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The bandwidth of a copy and the rate of a matrix product, here and now."""
+    """The bandwidth of a copy and the rates of matrix products, here and now."""
     gpu = device.type == "cuda"
     source = torch.empty((1 << 30) if gpu else (1 << 27), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -58,7 +59,11 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     if not gpu:  # few processors multiply bf16, and operations then compute in fp32
         wide = torch.randn(size, size)
         product = min(product, microseconds([lambda: wide @ wide], device, graph=False))
-    return Ceilings(2 * source.nbytes / copy / 1e3, 2 * size**3 / product / 1e6)
+    return Ceilings(
+        copy_gbps=2 * source.nbytes / copy / 1e3,
+        matmul_tflops=2 * size**3 / product / 1e6,
+        fp8_tflops=2 * size**3 / min(product, _fp8_product(size, device)) / 1e6,
+    )
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -66,6 +71,20 @@ def cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return 32 << 20
+
+
+def _fp8_product(size: int, device: torch.device) -> float:
+    """Microseconds of an FP8 product, infinite where the device has none."""
+    if device.type != "cuda":
+        return math.inf
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    try:
+        return microseconds(
+            [lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)], device, graph=False
+        )
+    except (RuntimeError, ValueError):  # no FP8, or another flavour of it
+        return math.inf
 
 
 def _on_a_cpu(calls: Sequence[Call]) -> float:

@@ -228,7 +228,7 @@ def _timed(own: Measured, inputs: Inputs, graph: bool, ceilings: Ceilings) -> di
         "cold": len(own.calls) * cost.bytes >= 2 * cache_bytes(inputs.device),
         "us": round(us, 2),
         "gbps": round(cost.bytes / us / 1e3, 2),
-        "tflops": round(cost.flops / us / 1e6, 3),
+        "tflops": round(cost.operations / us / 1e6, 3),
         "floor_us": round(ceilings.floor_us(cost), 3),
         "ceilings": {name: round(value, 1) for name, value in asdict(ceilings).items()},
         "device": device_name(inputs.device),
@@ -255,10 +255,12 @@ def _print(rows: Sequence[Row], ceilings: Mapping[str, Ceilings]) -> None:
     if len({row.kv_format for row in rows}) > 1:
         show("Rows of different cache formats read different bytes; compare them within a table.\n")
     first, *_ = ceilings.values()
-    rates = " or ".join(f"{own.matmul_tflops:,.2f} TFLOP/s ({dtype})" for dtype, own in ceilings.items())
+    rates = [f"{own.matmul_tflops:,.2f} TFLOP/s ({dtype})" for dtype, own in ceilings.items()]
+    if first.fp8_tflops > first.matmul_tflops:
+        rates.append(f"{first.fp8_tflops:,.2f} TFLOP/s (FP8)")
     show(
-        f"{rows[0].device}: copies at {first.copy_gbps:,.0f} GB/s, multiplies at {rates}; the floor is what "
-        "bytes and operations take at these."
+        f"{rows[0].device}: copies at {first.copy_gbps:,.0f} GB/s, multiplies at {' or '.join(rates)}; the "
+        "floor is what bytes and operations take at these."
     )
 
 

@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("bench.inputs", "cli.bench"):
         monkeypatch.setattr(f"dsv4core.{module}.cache_bytes", lambda device: 1 << 17)
     monkeypatch.setattr("dsv4core.bench.timing.SECONDS", 0.0)
-    ceilings = Ceilings(copy_gbps=20.0, matmul_tflops=0.1)
+    ceilings = Ceilings(copy_gbps=20.0, matmul_tflops=0.1, fp8_tflops=0.2)
     monkeypatch.setattr("dsv4core.cli.bench.measure_ceilings", lambda device, dtype: ceilings)
 
 

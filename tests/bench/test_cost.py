@@ -46,31 +46,30 @@ def test_the_first_tokens_see_little() -> None:
 def test_projection_reads_its_weights_as_fp8() -> None:
     found = cost("o_proj", Workload("decode", C4A, 1, 4096))
     weights = 8 * 1024 * 4096 + 4096 * 8 * 1024
-    assert found == Cost(weights + 64 * 1024 + 4096 * 2, 2 * weights)
-    assert cost("o_proj.wo_a", Workload("decode", C4A, 1, 4096)).flops == weights
+    assert found == Cost(weights + 64 * 1024 + 4096 * 2, fp8_flops=2 * weights)
+    assert cost("o_proj.wo_a", Workload("decode", C4A, 1, 4096)).fp8_flops == weights
 
 
 def test_indexer_reads_every_visible_key() -> None:
     found = cost("indexer.logits", Workload("decode", C4A, 2, 4096))  # requests of 4,097 and 4,095 tokens
     prompt = cost("indexer.logits", Workload("prefill", C4A, 8, 8))
-    assert prompt.flops == 2 * (0 + 0 + 0 + 1 + 1 + 1 + 1 + 2) * 64 * 128
+    assert prompt.fp8_flops == 2 * (0 + 0 + 0 + 1 + 1 + 1 + 1 + 2) * 64 * 128
     assert found.bytes == (1024 + 1023) * (132 + 4) + 2 * 64 * 128
-    assert found.flops == 2 * (1024 + 1023) * 64 * 128
+    assert found.fp8_flops == 2 * (1024 + 1023) * 64 * 128
 
 
 def test_a_layer_is_the_sum() -> None:
     workload = Workload("mixed", C4A, 6, 4096)
     everything = costs(SPEC, PACKED, workload, "bfloat16")
     parts = ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj")
-    assert everything["layer"].flops == sum(everything[name].flops for name in parts)
-    assert everything["layer"].bytes == sum(everything[name].bytes for name in parts)
+    assert everything["layer"] == sum((everything[name] for name in parts), Cost(0))
 
 
 def test_a_rank_reads_its_share() -> None:
     rank = layer_spec(FLASH, SPEC.index, tp_size=8)
     workload = Workload("decode", C4A, 1, 4096)
     whole, part = (costs(spec, PACKED, workload, "bfloat16")["o_proj"] for spec in (SPEC, rank))
-    assert part.flops * 8 == whole.flops
+    assert part.fp8_flops * 8 == whole.fp8_flops
 
 
 def test_projections_are_shared_by_ranks() -> None:
@@ -80,9 +79,9 @@ def test_projections_are_shared_by_ranks() -> None:
     assert window.kind == SWA
     found = costs(window, PACKED, workload, "bfloat16")["project"]
     shared, own = 4096 * 1024 + 512 * 4096, 1024 * 32768
-    assert found.flops == 2 * (shared + own)
+    assert found.fp8_flops == 2 * (shared + own)
     part = costs(layer_spec(FLASH, 0, tp_size=8), PACKED, workload, "bfloat16")["project"]
-    assert part.flops == 2 * (shared + own // 8)
+    assert part.fp8_flops == 2 * (shared + own // 8)
     assert rank.num_heads == 8
 
 
@@ -110,9 +109,10 @@ def test_a_batch_reads_what_its_lengths_are() -> None:
 
 
 def test_the_floor_is_the_slower_of_both() -> None:
-    ceilings = Ceilings(copy_gbps=4000.0, matmul_tflops=600.0)
+    ceilings = Ceilings(copy_gbps=4000.0, matmul_tflops=600.0, fp8_tflops=1200.0)
     assert ceilings.floor_us(Cost(4_000_000, 0)) == pytest.approx(1.0)
     assert ceilings.floor_us(Cost(4_000_000, 1_200_000_000)) == pytest.approx(2.0)
+    assert ceilings.floor_us(Cost(4_000_000, 1_200_000_000, 1_200_000_000)) == pytest.approx(3.0)
 
 
 def test_steps() -> None:
