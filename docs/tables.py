@@ -116,10 +116,9 @@ def peers() -> str:
     tokens = sorted({row["shape"]["tokens"] for row in rows})
     found: dict[tuple[str, str, str, int], dict[int, str]] = {}
     for row in rows:
-        if row["backend"].startswith("peer:"):
+        if row["backend"].startswith("peer:") and row["kind"] == "c4a" and row["shape"]["context"] == 65536:
             key = (row["op"], row["backend"], row["kv_format"], row["shape"]["heads"])
-            time = f"{row['us']:,.1f}" + ("" if row["cold"] else " *warm*")
-            found.setdefault(key, {})[row["shape"]["tokens"]] = time
+            found.setdefault(key, {})[row["shape"]["tokens"]] = f"{row['us']:,.1f}"
     lines = [
         (op, backend, read, str(heads), *(times.get(count, "") for count in tokens))
         for (op, backend, read, heads), times in sorted(found.items())

@@ -36,15 +36,19 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
             for fixed in dict.fromkeys(row.shape[other] for row in group):
                 own = [row for row in group if row.shape[other] == fixed]
                 if len({row.shape[axis] for row in own}) > 1:
-                    file = folder / f"{'-'.join(subject)}-{other}{fixed}-by-{name}.png"
+                    file = folder / f"{_file_name(subject)}-{other}{fixed}-by-{name}.png"
                     files.append(_lines(own, axis, f"{', '.join(subject)}, {other} {fixed:,}", file))
     for work, group in _groups(rows, _work).items():
-        files.append(_roofline(group, ", ".join(work), folder / f"{'-'.join(work)}-roofline.png"))
+        files.append(_roofline(group, ", ".join(work), folder / f"{_file_name(work)}-roofline.png"))
     return files
 
 
 def _work(row: Row) -> tuple[str, ...]:
-    return (row.op, row.model, row.dtype, f"{row.shape['heads']}heads", row.kv_format)
+    return (row.op, row.model, row.dtype, f"{row.shape['heads']} heads", row.kv_format)
+
+
+def _file_name(subject: Sequence[str]) -> str:
+    return "-".join(subject).replace(" ", "")
 
 
 def _groups(
@@ -63,7 +67,11 @@ def _lines(rows: Sequence[Row], axis: str, title: str, file: Path) -> Path:
             axes.plot([row.shape[axis] for row in own], [row.us for row in own], marker="o", label=name)
         floor = sorted({(row.shape[axis], row.floor_us) for row in rows})
         axes.plot(*zip(*floor, strict=True), color="grey", linestyle=":", label="floor")
-        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="µs", title=title)
+        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="µs")
+        axes.set_title(title, fontsize=9)
+        steps = sorted({row.shape[axis] for row in rows})
+        axes.set_xticks(steps, [f"{step:,}" for step in steps])
+        axes.minorticks_off()
 
     return _figure(draw, file)
 
@@ -82,7 +90,8 @@ def _roofline(rows: Sequence[Row], title: str, file: Path) -> Path:
             roof = [min(x * ceilings["copy_gbps"] / 1e3, ceilings[rate]) for x in points]
             label = f"ceilings of this run ({'FP8' if rate == 'fp8_tflops' else rows[0].dtype})"
             axes.plot(points, roof, color="grey", linestyle=style, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=title)
+        axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+        axes.set_title(title, fontsize=9)
 
     return _figure(draw, file)
 
@@ -102,7 +111,7 @@ def _figure(draw: Callable[[Any], None], file: Path) -> Path:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     draw(axes)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
