@@ -205,6 +205,9 @@ class DeepseekV4Attention:
             logits = bound.index_logits(q, weights, caches, step)
         else:
             logits = ops.index_logits(q, weights, *rows)
+            if self._graph:  # as wide in every step
+                width = self.layer.kind.visible_entries(step.limits.max_model_len)
+                logits = torch.nn.functional.pad(logits, (0, width - logits.shape[1]), value=float("-inf"))
         return ops.index_topk(logits, k) if bound.index_topk is None else bound.index_topk(logits, step)
 
     def attend(

@@ -81,19 +81,20 @@ def collect(host: Host, out: Path, words: Sequence[str]) -> None:
         raise Mistake(
             f"{out} holds wheels already, and a host installs all; empty it, or name another folder."
         )
-    _pip("wheel", "--no-deps", "--wheel-dir", str(out), BY_SOURCE, str(ROOT), *folders)
-    own = _distributions(out)
-    provided = LEFT_OUT | {canonicalize_name(built.name) for built in own}
-    wanted |= _needed(host, own, wanted, provided)
-    while True:  # until what was downloaded needs nothing more
-        with TemporaryDirectory() as folder:
-            _pip("download", "--no-deps", *host.words, "--dest", folder, *sorted(wanted))
-            more = _needed(host, _distributions(Path(folder)), wanted, provided)
-            if more <= wanted:
-                for wheel in Path(folder).iterdir():
-                    shutil.move(wheel, out)
-                return
+    with TemporaryDirectory() as place:
+        built, found = Path(place) / "built", Path(place) / "found"
+        _pip("wheel", "--no-deps", "--wheel-dir", str(built), BY_SOURCE, str(ROOT), *folders)
+        own = _distributions(built)
+        provided = LEFT_OUT | {canonicalize_name(wheel.name) for wheel in own}
+        more, wanted = wanted | _needed(host, own, wanted, provided), set()
+        while not more <= wanted:  # until what was downloaded needs nothing more
             wanted |= more
+            shutil.rmtree(found, ignore_errors=True)
+            _pip("download", "--no-deps", *host.words, "--dest", str(found), *sorted(wanted))
+            more = _needed(host, _distributions(found), wanted, provided)
+        out.mkdir(parents=True, exist_ok=True)
+        for wheel in (*built.iterdir(), *found.iterdir()):
+            shutil.move(wheel, out)
 
 
 def _is_folder(word: str) -> bool:
@@ -156,8 +157,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("wheelhouse"))
     parser.add_argument("more", nargs="*", help="folders of plugins, and packages such as matplotlib==3.10.0")
     arguments = parser.parse_args(words)
-    if not re.fullmatch(r"3\.\d+", arguments.python):
-        raise Mistake(f"{arguments.python!r} is no version of Python as 3.12 is; write --python 3.12.")
+    if not re.fullmatch(r"3\.[1-9]\d", arguments.python):
+        raise Mistake(f"{arguments.python!r} is no Python from 3.10 on; write --python 3.12 or the like.")
     collect(Host(arguments.python, arguments.machine), arguments.out, arguments.more)
     wheels = list(arguments.out.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels) / 1e6

@@ -166,7 +166,9 @@ def dsv4_index_logits(
         weights: `[tokens, index_n_heads]` fp32, q's scale and both softmax factors folded in.
 
     Returns:
-        `[tokens, entries]` fp32 by request-local entry number; minus infinity where a query may not look.
+        `[tokens, entries]` fp32 by request-local entry number, as many columns as any query sees entries, or
+        more; minus infinity where a query may not look: at position p it sees `(p + 1) // ratio`. Where steps
+        are captured the width is that of `step.limits`.
     """
 
 

@@ -18,7 +18,8 @@ class CacheTable:
 
     Attributes:
         block_table: `[requests, pages]` int32: physical page of each logical page, negative for none. Columns
-            that no query of the step reaches, before its window or behind its length, may hold anything.
+            that no query of the step reaches, before its window or behind its length, may hold
+            anything. It may be a slice of a wider buffer: only its last stride is 1.
         slot_mapping: `[tokens]` int64: slot that each token writes, -1 for nothing. For compressed caches
             this is the slot of the entry that the token completes.
         page_size: Rows a page. Slot = page * page_size + offset.

@@ -55,27 +55,39 @@ class Ceilings:
         return max(cost.bytes / self.copy_gbps / 1e3, computing / 1e6)
 
 
-def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str) -> Mapping[str, Cost]:
+def costs(
+    spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str, q_dtype: str = ""
+) -> Mapping[str, Cost]:
     """The cost of each operation, and of parts that peers do alone: `o_proj.wo_a` and `indexer.logits`.
 
     Rows that several queries of a request attend count once where they have to be the same (the window, all
     entries), and for each query where they are chosen. Weights count in their stored dtype: FP8 where a
     checkpoint has FP8.
+
+    Args:
+        spec: The layer of one rank.
+        layout: The formats of its caches.
+        workload: The step.
+        dtype: Activation dtype's name.
+        q_dtype: That of q where attention reads it; the activation dtype if empty.
     """
     model, kind, tokens = spec.model, spec.kind, workload.tokens
     size, heads, width = DTYPE_BYTES[dtype], spec.num_heads, model.head_dim
     q = tokens * heads * width * size
+    read_q = tokens * heads * width * DTYPE_BYTES[q_dtype or dtype]
     attended, read = _attended(workload, spec)
     rows = read["window"] * layout.window.bytes_per_token
     rows += read["compressed"] * layout.compressed.bytes_per_token
+    work = 4 * attended * heads * width
+    products = (0, work) if layout.window.scale == "tensor" else (work, 0)  # plain FP8 rows are multiplied so
     low = spec.num_groups * model.o_lora_rank
     weights = _weight_bytes(spec)
     hidden = tokens * model.hidden_size * size
     completed = _completed(workload)
     found = {
         "plan_step": Cost(4 * attended),
-        "insert_kv": Cost(2 * q + tokens * (width * size + layout.window.bytes_per_token)),
-        "forward_mqa": Cost(2 * q + rows, 4 * attended * heads * width),
+        "insert_kv": Cost(q + read_q + tokens * (width * size + layout.window.bytes_per_token)),
+        "forward_mqa": Cost(read_q + q + rows, *products),
         "o_proj": Cost(
             q + hidden + weights["wo_a"] + weights["wo_b"],
             fp8_flops=2 * tokens * low * (heads * width // spec.num_groups + model.hidden_size),
@@ -97,8 +109,8 @@ def costs(spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str
         keys = sum(map(kind.visible_entries, workload.total)) * layout.index.bytes_per_token
         scored = sum(kind.visible_entries(length) for length in workload.lengths)
         index_q = tokens * model.index_n_heads * model.index_head_dim
-        work = 2 * scored * model.index_n_heads * model.index_head_dim
-        plain, fp8 = (work, 0) if layout.index.fp8 is None else (0, work)
+        scoring = 2 * scored * model.index_n_heads * model.index_head_dim
+        plain, fp8 = (scoring, 0) if layout.index.fp8 is None else (0, scoring)
         found["indexer"] = Cost(index_q * (size + 1) + keys, plain, fp8)
         found["indexer.logits"] = Cost(index_q + keys + 4 * scored, plain, fp8)
     tensors = layer_tensors(model, kind)

@@ -22,12 +22,14 @@ class Measured:
         calls: One a turn.
         layout: The cache formats that they read.
         captured: Whether their users capture them in graphs.
+        q_dtype: Dtype of q where attention reads it; the activation dtype if empty.
     """
 
     operation: str
     calls: list[Call]
     layout: KVCacheLayout
     captured: bool = True
+    q_dtype: str = ""
 
 
 def measured(operation: str, inputs: Inputs) -> Measured:
@@ -40,7 +42,8 @@ def measured(operation: str, inputs: Inputs) -> Measured:
     lacking = {"compress": kind.ratio is None, "indexer": kind.select != "top_k"}
     if lacking.get(operation):
         raise Unmeasurable(f"{kind.name} layers have no {operation}; measure another kind.")
-    return Measured(operation, _MAKERS[operation](inputs), inputs.selection.layout)
+    calls, layout = _MAKERS[operation](inputs), inputs.selection.layout
+    return Measured(operation, calls, layout, q_dtype=inputs.plan.q_dtype)
 
 
 def _plan_step(inputs: Inputs) -> list[Call]:

@@ -18,7 +18,7 @@ def check_plots() -> None:
         ConfigError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError("Plots need matplotlib; run `pip install dsv4core[plot]`.")
+        raise ConfigError("Plots need matplotlib; run `pip install 'dsv4core[plot]'`.")
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -85,7 +85,7 @@ def device_name(device: torch.device) -> str:
     """The device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu, {os.cpu_count()} threads, {platform.machine()}"
+    return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
 def versions(*distributions: str) -> dict[str, str]:

@@ -23,9 +23,8 @@ from dsv4core.bench.rows import Row, device_name, keep, versions
 from dsv4core.bench.timing import cache_bytes, measure_ceilings, microseconds
 from dsv4core.bench.workload import KINDS, Workload
 from dsv4core.cli.output import show, show_json_line
-from dsv4core.cli.run import torch_device
 from dsv4core.config import BenchOptions, DSV4Config
-from dsv4core.framework.platform import machine_of
+from dsv4core.framework.platform import machine_of, torch_device
 from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection
 from dsv4core.hydra import compose, expand_sweeps
@@ -209,7 +208,7 @@ def _timed(own: Measured, inputs: Inputs, graph: bool, ceilings: Ceilings) -> di
     """Time the calls: all fields of a row but those that say whose they are."""
     workload, spec, request = inputs.workload, inputs.spec, inputs.selection.request
     us = microseconds(own.calls, inputs.device, graph)
-    cost = costs(spec, own.layout, workload, request.dtype)[own.operation]
+    cost = costs(spec, own.layout, workload, request.dtype, own.q_dtype)[own.operation]
     return {
         "op": own.operation,
         "dtype": request.dtype,
@@ -227,12 +226,21 @@ def _timed(own: Measured, inputs: Inputs, graph: bool, ceilings: Ceilings) -> di
         "mode": "graph" if graph else "eager",
         "cold": len(own.calls) * cost.bytes >= 2 * cache_bytes(inputs.device),
         "us": round(us, 2),
-        "gbps": round(cost.bytes / us / 1e3, 2),
-        "tflops": round(cost.operations / us / 1e6, 3),
-        "floor_us": round(ceilings.floor_us(cost), 3),
-        "ceilings": {name: round(value, 1) for name, value in asdict(ceilings).items()},
+        "gbps": _digits(cost.bytes / us / 1e3),
+        "tflops": _digits(cost.operations / us / 1e6),
+        "floor_us": _digits(ceilings.floor_us(cost)),
+        "ceilings": {name: _digits(value) for name, value in asdict(ceilings).items()},
         "device": device_name(inputs.device),
     }
+
+
+def _digits(value: float) -> float:
+    """Five of them, however small: rates are divided by each other."""
+    return float(f"{value:.5g}")
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2g}"
 
 
 def _print(rows: Sequence[Row], ceilings: Mapping[str, Ceilings]) -> None:
@@ -249,7 +257,7 @@ def _print(rows: Sequence[Row], ceilings: Mapping[str, Ceilings]) -> None:
         table.add_column("backend")
         for row in own:
             place = (f"{row.shape['tokens']:,}", f"{row.shape['context']:,}")
-            numbers = (f"{row.us:,.1f}", f"{row.gbps:,.1f}", f"{row.tflops:,.2f}", f"{row.share:.0%}")
+            numbers = (f"{row.us:,.1f}", _shown(row.gbps), _shown(row.tflops), f"{row.share:.0%}")
             table.add_row(*place, *numbers, f"{row.backend} ({row.mode}{'' if row.cold else ', warm'})")
         show(table, "")
     if len({row.kv_format for row in rows}) > 1:

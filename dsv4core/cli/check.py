@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,6 +17,7 @@ from rich.table import Table
 from dsv4core.api import ConfigError
 from dsv4core.cli.output import show, show_json
 
+MINUTE = 60.0
 MOST_CAUSES = 12
 """Different failures that are printed."""
 
@@ -37,10 +40,9 @@ def check(words: Sequence[str], quick: bool, only: str | None, deadline: str | N
         DSV4Error: The backend is not installed or cannot be loaded.
     """
     name, overrides = _arguments(words)
-    missing = [name for name in ("pytest", "xdist") if find_spec(name) is None]
-    if missing:
+    if any(find_spec(needed) is None for needed in ("pytest", "xdist")):
         raise ConfigError(
-            f"dsv4 check needs {' and '.join(missing)}, which is not installed; "
+            "dsv4 check runs pytest with pytest-xdist, and they are not both installed; "
             "run `pip install 'dsv4core[check]'`."
         )
     from dsv4core.testing.conformance import DEADLINE, run_suite
@@ -131,13 +133,16 @@ def _levels(found: Conformance) -> Table:
 
 
 def _failures(found: Conformance) -> Iterator[str]:
-    """Failed checks, those with one text together, and how to see the first of them again."""
+    """Failed checks, those whose texts differ in numbers only together, and how to see the first again."""
     causes = _by_text(found.having("failed"))
     for text, checks in list(causes.items())[:MOST_CAUSES]:
-        again = f"dsv4 check {found.subject.name} --only '{_filter(checks[0])}'"
+        again = f"dsv4 check {found.subject.name} --only '{checks[0].name}'"
         yield f"\nfailed: {text}\n  {_shortened(checks)}\n  {again}"
     if len(causes) > MOST_CAUSES:
         yield f"\nand {len(causes) - MOST_CAUSES} other causes, which --json tells."
+    if causes:
+        command = f"pytest --pyargs dsv4core.testing.suite --dsv4-backend {found.subject.name} -k 'NAME'"
+        yield f"\nWith its traceback, and what it prints: {command}"
 
 
 def _left_out(found: Conformance) -> Iterator[str]:
@@ -149,13 +154,9 @@ def _left_out(found: Conformance) -> Iterator[str]:
 def _by_text(checks: Sequence[Checked]) -> dict[str, list[Checked]]:
     found: dict[str, list[Checked]] = {}
     for checked in checks:
-        found.setdefault(checked.text, []).append(checked)
-    return found
-
-
-def _filter(checked: Checked) -> str:
-    name, bracket, parameters = checked.name.partition("[")
-    return name + (f" and {parameters.rstrip(']')}" if bracket else "")
+        cause = re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "#", checked.text)
+        found.setdefault(cause, []).append(checked)
+    return {own[0].text: own for own in found.values()}
 
 
 def _shortened(checks: Sequence[Checked], most: int = 6) -> str:
@@ -180,6 +181,9 @@ def _verdict(found: Conformance, machine: str) -> str:
     failed, name = len(found.having("failed")), found.subject.name
     if failed:
         return f"{name} does not conform: {_count(failed)} failed."
+    if found.unproven():
+        names = " and ".join(found.unproven())
+        return f"{name} does not conform: it declares {names}, and refuses every check of it."
     if found.only is not None:
         return (
             f"{_count(len(found.having('passed', 'core')))} passed, of those that --only names; no verdict."
@@ -200,11 +204,20 @@ def _count(number: int) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A progress bar on stderr; nothing where stderr is not a terminal."""
+    """A progress bar on stderr; a line a minute where that is not a terminal."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     console = Console(file=sys.stderr)
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checks", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        said = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - said >= MINUTE:
+                said = time.monotonic()
+                print(f"dsv4: {done} of {total} checks", file=sys.stderr)
+
+        yield progress

@@ -34,6 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"dsv4: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch" or strict():
+            raise
+        print(
+            "dsv4: torch is not installed, and this computes; install torch's build for here.",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

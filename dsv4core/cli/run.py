@@ -24,7 +24,7 @@ from dsv4core.cli.timing import OperationTimer
 from dsv4core.cli.tokens import Tokens, prompt_tokens, random_tokens
 from dsv4core.cli.verify import Shadow, shadow_request
 from dsv4core.config import DSV4Config, RequestOptions
-from dsv4core.framework.platform import machine_of
+from dsv4core.framework.platform import machine_of, torch_device
 from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.checkpoint import Checkpoint
@@ -194,25 +194,6 @@ def _checkpoint_directory(config: DSV4Config) -> Path:
         print(f"dsv4: writing a checkpoint with random weights ({size}) to {directory}", file=sys.stderr)
         write_random_checkpoint(directory, shape, config.seed, config.layers, _progress("writing layers"))
     return directory
-
-
-def torch_device(name: str) -> torch.device:
-    """The torch device that `device=` names.
-
-    Raises:
-        ConfigError: It is none, or this machine has none such.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name} is not a torch device; use auto, cpu, cuda or cuda:1.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}: this torch ({torch.__version__}) sees no GPU; use device=cpu.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} GPUs; count from 0.")
-    return device
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -36,6 +36,29 @@ class Machine:
     source: str
 
 
+def torch_device(name: str) -> torch.device:
+    """The torch device that `device=` names, which becomes the current one. Imports torch.
+
+    Raises:
+        ConfigError: It is none, or this machine has none such.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name} is not a torch device; use auto, cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}: this torch ({torch.__version__}) sees no GPU; use device=cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} GPUs; count from 0.")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events, streams and graphs are the current device's
+    return device
+
+
 def machine_of(device: torch.device) -> Machine:
     """The machine behind a torch device: what `run` computes on. Imports torch."""
     import torch

@@ -26,7 +26,7 @@ class Case:
 
     Attributes:
         kind: The kind of its layers.
-        heads: Query heads of the model.
+        heads: Query heads of the model; 0 stands for the fewest that the backend accepts.
         kv_cache_dtype: As a user would write it.
         index_topk: Width of the table of chosen entries.
         page_sizes: Rows a page.
@@ -46,7 +46,7 @@ class Case:
     """
 
     kind: LayerKind = SWA
-    heads: int = 64
+    heads: int = MODEL.num_attention_heads
     kv_cache_dtype: str = "auto"
     index_topk: int = 512
     page_sizes: PageSizes = PageSizes()
@@ -77,6 +77,10 @@ class Case:
             layer_kinds=kinds,
         )
 
+    def settled(self, subject: Subject) -> Case:
+        """The case with the number of heads that it is to have."""
+        return self if self.heads else replace(self, heads=subject.few_heads)
+
     def request(self, subject: Subject, seam: Seam) -> Request:
         """What the host asks of the backend."""
         asked: dict[str, Any] = {} if self.host_lengths is None else {"host_lengths": self.host_lengths}
@@ -104,7 +108,9 @@ class Case:
         stride = format.page_bytes(rows) + self.page_gap * format.page_alignment
         try:
             memory = torch.empty(pages * stride, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError, and what it raises for a CPU
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
             raise Elsewhere(f"Here is no room for a pool of {pages * stride / 2**30:.1f} GiB.") from error
         if self.poison is not None:
             memory.fill_(self.poison)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from dsv4core.api import Step
@@ -53,7 +55,11 @@ def assert_rows(
     worst = error.nan_to_num(nan=float("inf"), posinf=float("inf")).flatten().argmax()
     place = tuple(int(i) for i in torch.unravel_index(worst, error.shape))
     value = float(error[place])
-    amount = "it is due to be exactly 0" if float(norm[place]) == 0 else f"relative error {value:.3g}"
+    amount = f"relative error {value:.3g}"
+    if float(norm[place]) == 0:
+        amount = "it is due to be exactly 0"
+    elif math.isnan(value):
+        amount = "it is NaN, which is in all that must not be read (-1, rows behind a length, other pages)"
     raise AssertionError(
         f"The {what} is off in {int(off.sum())} of {off.numel()} rows, most at {_place(place, step)}: "
         f"{amount}, allowed is {tolerance:.3g}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from dsv4core.api import CAPABILITIES, ConfigError
 from dsv4core.testing.pytest_plugin import KEY
@@ -42,6 +44,7 @@ class Checked:
             `elsewhere`: this machine cannot show it; `large`: left out as asked.
         text: Why, unless it passed.
         reports: Public reports that it stands for.
+        needs: Capabilities without which it does not apply.
         seen: Requests that the backend accepted in it.
     """
 
@@ -50,6 +53,7 @@ class Checked:
     outcome: Outcome
     text: str = ""
     reports: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     seen: tuple[dict[str, Any], ...] = ()
 
 
@@ -63,8 +67,17 @@ class Conformance:
 
     @property
     def ok(self) -> bool:
-        """Whether checks ran and none failed."""
-        return bool(self.having("passed", "core")) and not self.having("failed")
+        """Whether checks ran, none failed, and no capability is declared of which every check was refused."""
+        return bool(self.having("passed", "core")) and not self.having("failed") and not self.unproven()
+
+    def unproven(self) -> list[str]:
+        """Capabilities that are declared and of which every check was refused."""
+        found = []
+        for name in sorted(self.subject.info.capabilities):
+            outcomes = {checked.outcome for checked in self.checks if name in checked.needs}
+            if outcomes == {"refused"}:
+                found.append(name)
+        return found
 
     @property
     def computed(self) -> bool:
@@ -134,6 +147,8 @@ def run_suite(
         DSV4Error: The backend cannot be loaded, an override does not fit, or no check has such a name.
     """
     overrides = list(overrides)
+    if only is not None:
+        _check_expression(only)
     subject = Subject.configured(name, overrides)
     recorder = _Recorder(progress or (lambda done, total: None), deadline)
     words = ["--pyargs", "dsv4core.testing.suite", "--dsv4-backend", name, "--dsv4-deadline", str(deadline)]
@@ -151,9 +166,21 @@ def run_suite(
         code = pytest.main(words, plugins=[recorder])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED or (only is not None and not recorder.names):
         raise ConfigError(f"No check is named like {only!r}; leave it out to see all.")
+    if code == pytest.ExitCode.INTERRUPTED and recorder.lost <= MOST_LOST:
+        raise KeyboardInterrupt
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         raise RuntimeError(f"The suite ended with {code!r}; its output is above.")
     return Conformance(subject, tuple(recorder.all_checks()), only)
+
+
+def _check_expression(only: str) -> None:
+    try:
+        Expression.compile(only)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"--only {only!r} is none of pytest's expressions ({error}); write a name's part, or parts with "
+            "`and`, `or` and `not`."
+        ) from error
 
 
 @contextmanager
@@ -176,6 +203,7 @@ class _Recorder:
     def __init__(self, progress: Progress, deadline: float) -> None:
         self.progress, self.deadline = progress, deadline
         self.names: list[str] = []
+        self.lost = 0
         self._checks: dict[str, Checked] = {}
         self._started = 0.0
 
@@ -199,12 +227,17 @@ class _Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = _name(report.nodeid)
-        if name not in self._checks and (report.when == "call" or not report.passed):
-            self._checks[name] = self._lost(name) if report.when == CRASHED else _checked(report)
-            self.progress(len(self._checks), len(self.names))
+        before = self._checks.get(name)
+        if report.when == CRASHED:
+            self.lost += 1
+            if before is None or before.outcome != "failed":  # what was lost is worth more than what passed
+                self._checks[name] = self._lost(name)
+        elif before is None and (report.when == "call" or not report.passed):
+            self._checks[name] = _checked(report)
+        self.progress(len(self._checks), len(self.names))
 
     def _lost(self, name: str) -> Checked:
-        if time.monotonic() - self._started >= self.deadline:
+        if time.monotonic() - self._started >= 0.9 * self.deadline:  # two processes' clocks
             text = f"It hangs: it had not ended after {self.deadline:.0f} s. Where it was is printed above."
         else:
             text = "The process died of it, as by a fault in a kernel library; what it printed is above."
@@ -221,7 +254,8 @@ def _name(nodeid: str) -> str:
 
 def _named(name: str, outcome: Outcome, text: str, seen: Iterable[dict[str, Any]] = ()) -> Checked:
     (mark,) = (own for own in checks()[name.partition("[")[0]].pytestmark if own.name == KEY)
-    return Checked(name, mark.kwargs["level"], outcome, text, mark.kwargs["reports"], tuple(seen))
+    marks = mark.kwargs
+    return Checked(name, marks["level"], outcome, text, marks["reports"], marks["needs"], tuple(seen))
 
 
 def _checked(report: pytest.TestReport) -> Checked:
@@ -241,4 +275,6 @@ def _text(report: pytest.TestReport) -> str:
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(report.longrepr) if crash is None else crash.message
-    return " ".join(text.removeprefix("AssertionError: ").removeprefix("Failed: ").split())
+    # Without what pytest adds of the expression, and without modules of exceptions.
+    text = re.sub(r"^(AssertionError|Failed): ", "", text).partition("\nassert ")[0]
+    return " ".join(re.sub(r"^[\w.]+\.(\w+: )", r"\1", text).split())

@@ -12,6 +12,7 @@ import torch
 
 from dsv4core.api import (
     AttentionOutput,
+    CacheTable,
     LayerCaches,
     LayerWeights,
     Step,
@@ -26,6 +27,8 @@ from dsv4core.testing import oracle
 from dsv4core.testing.case import Case
 from dsv4core.testing.subject import Subject
 
+INT_MAX = 2**31 - 1
+
 
 class Host:
     """One layer kind, its caches, and the steps of some requests."""
@@ -36,6 +39,7 @@ class Host:
         Raises:
             Refused: The backend cannot run the case.
         """
+        case = case.settled(subject)
         self.subject, self.case, self.device = subject, case, subject.device
         self.random = torch.Generator().manual_seed(seed)
         self.request = case.request(subject, "kernel")
@@ -50,7 +54,7 @@ class Host:
         self.sinks = self.normal(self.spec.num_heads) * 2
         self.layer = self.bind(self.sinks)
         self.kind = self.bind_kind()
-        self._buffers = self._step_buffers()
+        self._buffers, self._wide_tables = self._step_buffers(), dict[str, torch.Tensor]()
 
     def normal(self, *size: int) -> torch.Tensor:
         """Normal values, fp32 on the device, the same on every machine."""
@@ -89,7 +93,25 @@ class Host:
         batch = Batch(computed, query, decodes, window, context, state)
         step = self._buffers.build(batch)
         lengths = step.host_lengths if self.request.host_lengths else None
-        return replace(step, state={}, host_lengths=lengths)
+        compressed = {name: self._in_wide_table(table, name) for name, table in step.compressed.items()}
+        return replace(
+            step,
+            window=self._in_wide_table(step.window, "window"),
+            compressed=compressed,
+            state={},
+            host_lengths=lengths,
+        )
+
+    def _in_wide_table(self, table: CacheTable, name: str) -> CacheTable:
+        """A block table as a slice of a wider buffer, which keeps its address, as engines have it."""
+        requests, pages = table.block_table.shape
+        if name not in self._wide_tables:
+            size = (self.case.limits.max_requests, pages + 3)
+            self._wide_tables[name] = torch.full(size, INT_MAX, dtype=torch.int32, device=self.device)
+        wide = self._wide_tables[name]
+        wide[:requests, :pages] = table.block_table
+        wide[requests:] = -1
+        return replace(table, block_table=wide[:requests, :pages])
 
     def plan_step(self, step: Step, kind: BoundKind | None = None) -> None:
         """Let the backend prepare and plan."""
@@ -134,7 +156,11 @@ class Host:
         """The backend's attention."""
         layer, kind = layer or self.layer, kind or self.kind
         arguments = (q, self.caches, selected, step.positions, step, kind.state, out, want_lse, apply_sink)
-        return layer.forward_mqa(*arguments)
+        output = layer.forward_mqa(*arguments)
+        assert isinstance(output, AttentionOutput), (
+            f"dsv4_forward_mqa returned a {type(output).__name__}, and an AttentionOutput is due."
+        )
+        return output
 
     def heads(self, output: AttentionOutput) -> torch.Tensor:
         """A dense output without its padded heads."""

@@ -14,8 +14,8 @@ from dsv4core.stack import AttentionStack
 Hook = Callable[..., Any]
 HOOKS = ("forward_mqa", "o_proj", *sorted(OWN_OPS))
 
-ROUNDING = 1 << 20
-"""Bytes by which torch's allocator may round what a hook asks for."""
+ROUNDING = 1 << 16
+"""Bytes by which torch's allocator may round what a hook asks for, 512 a tensor."""
 
 
 def wrap_hooks(stack: AttentionStack, wrap: Callable[[str, Hook], Hook]) -> None:

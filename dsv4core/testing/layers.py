@@ -26,6 +26,7 @@ def backend_stack(subject: Subject, case: Case) -> AttentionStack:
     Raises:
         Refused: It cannot run them.
     """
+    case = case.settled(subject)
     selection = subject.select(case.request(subject, "layer"))
     layers = [_layer(selection, index, subject.device) for index in range(len(case.model.layer_kinds))]
     pools = CachePools(

@@ -20,6 +20,7 @@ KEY = "dsv4"
 """Under it a report's `user_properties` hold what became of a check."""
 
 _SUBJECT = pytest.StashKey["Subject"]()
+_STDERR = pytest.StashKey[int]()
 
 pytest.register_assert_rewrite("dsv4core.testing.suite")
 
@@ -48,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The suite's markers."""
     config.addinivalue_line("markers", "dsv4(level, core, needs, reports): a check of dsv4core's suite")
+    if config.getoption("--dsv4-deadline") is not None:
+        config.stash[_STDERR] = os.dup(2)
     config.addinivalue_line("markers", "dsv4_large: takes gigabytes or minutes; --dsv4-quick leaves it out")
 
 
@@ -80,7 +83,7 @@ def _configured(config: pytest.Config) -> Subject:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what does not apply: large cases if asked, and undeclared capabilities."""
+    """Leave out large cases, if asked."""
     mark = item.get_closest_marker("dsv4")
     if mark is None:
         return
@@ -94,7 +97,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     deadline = item.config.getoption("--dsv4-deadline")
     if deadline is None:
         return (yield)
-    faulthandler.dump_traceback_later(deadline, exit=True)  # also where the GIL is held
+    # Also where the GIL is held, and to the real stderr: pytest's own is lost with the process.
+    faulthandler.dump_traceback_later(deadline, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
     finally:
@@ -105,14 +109,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def _device_is_lost() -> bool:
     """Whether an error of a kernel has spoilt this process, so that every later call fails with it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return False
     try:
-        torch.cuda.synchronize()
+        _synchronize()
     except RuntimeError:
         return True
     return False
+
+
+def _synchronize() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,19 +129,23 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     subject = getattr(item, "funcargs", {}).get("dsv4")
     if mark is None or subject is None:
         return (yield)
-    from dsv4core.testing.subject import Elsewhere, Refused
+    from dsv4core.testing.subject import Elsewhere, LeftToCore, Refused
 
     missing = sorted(set(mark.kwargs["needs"]) - subject.info.capabilities)
     if missing:
         _leave_out(item, "undeclared", f"it does not declare {', '.join(missing)}")
     try:
         result = yield
+        if subject.device.type == "cuda":
+            _synchronize()  # a kernel's error is this check's, not the next one's
     except Refused as refused:
         if refused.defect or (mark.kwargs["core"] and not refused.elsewhere):
             pytest.fail(f"It has to serve this, and refused it: {refused}", pytrace=False)
         _leave_out(item, "elsewhere" if refused.elsewhere else "refused", str(refused))
     except Elsewhere as elsewhere:
         _leave_out(item, "elsewhere", str(elsewhere))
+    except LeftToCore as left:
+        _leave_out(item, "core", str(left))
     else:
         if mark.kwargs["owned"] and not _owns(subject, mark.kwargs["owned"]):
             _note(item, "outcome", "core")

@@ -24,6 +24,7 @@ from importlib import import_module
 from importlib.metadata import packages_distributions, version
 
 from dsv4core.api import DSV4Error
+from dsv4core.framework.discovery import discover
 from dsv4core.testing.source import Source, source_of
 
 
@@ -85,14 +86,21 @@ def main(arguments: Sequence[str]) -> None:
     """Write a package's file.
 
     Raises:
-        DSV4Error: An argument names nothing.
+        DSV4Error: An argument names nothing, or the package is no backend's.
     """
     if len(arguments) < 2:
         raise DSV4Error("Write: python -m dsv4core.testing.signatures PACKAGE MODULE.FUNCTION …")
     package, *targets = arguments
+    backends = {own.package.partition(".")[0]: own.name for own in discover().values()}
+    if package not in backends:
+        raise DSV4Error(
+            f"{package!r} is the package of no installed backend; those are {', '.join(backends)}. Install "
+            "yours with `pip install -e .` first."
+        )
     source = source_of(package)
     entries = [vars(record(target)) for target in targets]
     source.signatures.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    print(f"{source.signatures}: {len(entries)} recorded")
 
 
 def _source(module: str) -> str:

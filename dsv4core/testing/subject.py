@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from dsv4core.api import (
 from dsv4core.framework.discovery import discover
 from dsv4core.framework.known import absent_reason
 from dsv4core.framework.manager import Backend, answer, load_backend
-from dsv4core.framework.platform import Machine, machine_of
+from dsv4core.framework.platform import Machine, machine_of, torch_device
 from dsv4core.framework.selection import Selection, select
 from dsv4core.model.shapes import PRESETS
 
@@ -60,6 +61,10 @@ REFUSABLE = ELSEWHERE | {
 
 class Elsewhere(Exception):
     """What is to be checked does not show on this machine."""
+
+
+class LeftToCore(Exception):
+    """What is to be checked needs an operation that the backend leaves to the core."""
 
 
 class Refused(Exception):
@@ -112,10 +117,7 @@ class Subject:
         from dsv4core.hydra import compose
 
         config = compose([f"backend={name}", *overrides])
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(name, config.backend, torch.device(device), config.dtype)
+        return cls(name, config.backend, torch_device(config.device), config.dtype)
 
     @property
     def backend(self) -> Backend:
@@ -157,6 +159,18 @@ class Subject:
     def own_options(self) -> BackendOptions:
         """Its options, or their defaults."""
         return self.options or self.info.options(name=self.name)
+
+    @cached_property
+    def few_heads(self) -> int:
+        """The fewest query heads of 8, 16, 32 and 64 that it accepts: enough where heads do not matter."""
+        for heads in (8, 16, 32):
+            model = replace(MODEL, num_attention_heads=heads)
+            try:
+                select(self.request(model, seam="kernel"), self.name, self.options)
+            except BackendUnavailable:
+                continue
+            return heads
+        return MODEL.num_attention_heads
 
     def request(self, model: ModelShape = MODEL, **changes: Any) -> Request:
         """A host's request on this machine: one that gives away no more than the backend needs."""

@@ -154,7 +154,7 @@ def test_plots(tmp_path: Path, capsys: Capture) -> None:
 def test_plots_without_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4core.bench.plots.find_spec", lambda name: None)
     assert main(["bench", "backend=reference", "bench.plot=x"]) == 2
-    assert capsys.readouterr().err == "dsv4: Plots need matplotlib; run `pip install dsv4core[plot]`.\n"
+    assert capsys.readouterr().err == "dsv4: Plots need matplotlib; run `pip install 'dsv4core[plot]'`.\n"
 
 
 MISTAKES = [

@@ -162,7 +162,7 @@ class WindowTooLong(Reference):
 class StalePlan(Reference):
     """The first step's plan serves all."""
 
-    check, arguments = "test_steps_follow_each_other", {"kind": SWA}
+    check, arguments = "test_steps_follow_each_other", {"kind": SWA, "host_lengths": None}
 
     class Step(ReferenceStep):
         def plan(self, step):
@@ -441,6 +441,123 @@ class AddsToWhatIsOffered(Reference):
         return output if out is None else AttentionOutput(out.add_(output.data), output.lse)
 
 
+class PlanWrites(Reference):
+    """A step's lengths are counted down in planning."""
+
+    check, arguments = "test_arguments_are_left_as_they_are", {"kind": SWA}
+    says = "plan_step wrote to the step's seq_lens"
+
+    class Step(ReferenceStep):
+        def plan(self, step):
+            super().plan(step)
+            step.seq_lens.sub_(1)
+
+
+class TablesAreTight(Reference):
+    """The row of a block table is found by its number of columns, not by its stride."""
+
+    check, arguments = "test_every_kind_in_every_phase", {"kind": SWA, "phase": "decode"}
+
+    class Step(ReferenceStep):
+        def plan(self, step):
+            table = step.window.block_table
+            tight = table.as_strided(table.shape, (table.shape[1], 1))
+            super().plan(replace(step, window=replace(step.window, block_table=tight)))
+
+
+class TablesAreReadWhole(Reference):
+    """Pages that no query reaches are looked up, too."""
+
+    check, arguments = "test_tables_may_hold_anything_that_is_not_reached", {"kind": SWA}
+    says = "a page that is none"
+
+    class Step(ReferenceStep):
+        def plan(self, step):
+            assert int(step.window.block_table[: step.num_requests].max()) < 2**20, "a page that is none"
+            super().plan(step)
+
+
+class PagesOf64(Reference):
+    """Every page is taken to have 64 rows."""
+
+    check, arguments = "test_page_sizes", {"kind": SWA, "window": 256, "rows": 256}
+
+    class Step(ReferenceStep):
+        def plan(self, step):
+            super().plan(replace(step, window=replace(step.window, page_size=64)))
+
+
+class OddLaneDropped(Reference):
+    """Entries are read in pairs."""
+
+    check, arguments = "test_widths", {"entries": 509}
+
+    class Step(ReferenceStep):
+        def _all_entries(self, step):
+            entries = super()._all_entries(step)
+            return entries[:, : entries.shape[1] // 2 * 2]
+
+
+class HostLengthsMisread(Reference):
+    """Where lengths are on the host, all tokens are taken for the first request's."""
+
+    check, arguments = "test_steps_follow_each_other", {"kind": SWA, "host_lengths": True}
+
+    class Step(ReferenceStep):
+        def plan(self, step):
+            first = torch.zeros_like(step.token_to_request)
+            super().plan(step if step.host_lengths is None else replace(step, token_to_request=first))
+
+
+class LseWithoutSinkOfBaseTwo(Attention):
+    """Where the sink is left out, the log-sum-exp is of base 2."""
+
+    check, arguments, says = "test_sink_left_to_the_host", {"kind": SWA}, "log-sum-exp is off"
+
+    def attend(self, q, pools, scale, sinks, want_lse):
+        out, lse = super().attend(q, pools, scale, sinks, want_lse)
+        return out, lse / math.log(2) if sinks is None and want_lse else lse
+
+
+class PlaceMatters(Attention):
+    """A row rounds otherwise in the second half of a tile."""
+
+    check, arguments = "test_a_rows_output_does_not_depend_on_its_batch", {"kind": SWA}
+    capabilities = frozenset({"deterministic"})
+    says = "A row's output depends on the other rows of its batch"
+
+    def attend(self, q, pools, scale, sinks, want_lse):
+        out, lse = super().attend(q, pools, scale, sinks, want_lse)
+        out[4:] *= 1 + 2**-7
+        return out, lse
+
+
+class ProjectionDependsOnTheBatch(Reference):
+    """Products are split where there are many rows."""
+
+    check, arguments = "test_a_rows_projection_does_not_depend_on_its_batch", {}
+    capabilities = frozenset({"deterministic"})
+    says = "A row's projection depends on the other rows of its batch"
+
+    class Layer(ReferenceLayer):
+        def o_proj(self, attention, positions):
+            out = super().o_proj(attention, positions)
+            return out * (1 + 2**-6) if len(positions) > 16 else out
+
+
+class RoundsAtRandom(Reference):
+    """A row that is written again gets other bytes."""
+
+    check, arguments = "test_writing_again_writes_the_same_bytes", {"kind": SWA}
+    says = "The same step leaves another window cache"
+    own = frozenset({"insert_kv"})
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        kv = kv * (1 + 2**-6 * torch.rand(1, dtype=torch.float32).to(kv.dtype))
+        return super().dsv4_insert_kv(layer, state, q, kv, positions, caches, step)
+
+
 class DependsOnTheBatch(Attention):
     """Splits by the number of queries, and so rounds otherwise in another batch."""
 
@@ -464,7 +581,7 @@ class Unrepeatable(Attention):
 
 
 class RotatedTwice(Reference):
-    check, arguments, says = "test_queries", {"kind": SWA, "heads": 64}, "The query is off"
+    check, arguments, says = "test_queries", {"kind": SWA}, "The query is off"
     own = frozenset({"insert_kv"})
 
     @hookimpl
@@ -487,7 +604,7 @@ class KeysNotRotated(Reference):
 class PaddedHeadsNotZero(Reference):
     check, arguments, says = (
         "test_queries",
-        {"kind": SWA, "heads": 64},
+        {"kind": SWA},
         "Padded heads of q are not exact zeros",
     )
     own = frozenset({"insert_kv"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -113,7 +114,7 @@ def test_json(capsys: Capture) -> None:
         "passed": 10,
         "large": 1,
     }
-    assert found["coverage"]["heads"] == [16]
+    assert found["coverage"]["heads"] == [8]
     assert found["coverage"]["kv_format"] == ["fp8_ds_mla"]
     left_out = [own for own in found["checks"] if own["outcome"] == "large"]
     assert [(own["name"], own["level"]) for own in left_out] == [("test_widths[8192]", "L3")]
@@ -126,12 +127,12 @@ def test_what_another_machine_could_show(site: Path) -> None:
 
 
 VERDICTS = [
-    ([("L0", "passed"), ("L3", "passed")], "acme conforms on cpu."),
-    ([("L0", "passed"), ("L3", "failed")], "acme does not conform: 1 check failed."),
-    ([("L0", "passed"), ("L3", "elsewhere")], "acme cannot run on cpu: only its contract was checked."),
+    ([("L0", "passed"), ("L3", "passed")], "reference conforms on cpu."),
+    ([("L0", "passed"), ("L3", "failed")], "reference does not conform: 1 check failed."),
+    ([("L0", "passed"), ("L3", "elsewhere")], "reference cannot run on cpu: only its contract was checked."),
     (
         [("L0", "passed"), ("L3", "passed"), ("L4", "elsewhere"), ("L3", "large")],
-        "acme conforms on cpu, as far as it was checked: 1 check left out as large and 1 check for another "
+        "reference conforms on cpu, as far as it was checked: 1 check left out as large and 1 check for another "
         "machine or library.",
     ),
 ]
@@ -140,7 +141,33 @@ VERDICTS = [
 @pytest.mark.parametrize(("outcomes", "text"), VERDICTS)
 def test_verdicts(outcomes: list[tuple[str, Any]], text: str) -> None:
     checked = tuple(Checked("test_a", level, outcome) for level, outcome in outcomes)
-    assert _verdict(Conformance(Subject("acme"), checked), "cpu") == text
+    assert _verdict(Conformance(Subject("reference"), checked), "cpu") == text
+
+
+def test_what_is_declared_has_to_be_shown() -> None:
+    """A capability of which every check was refused is not proven by the others."""
+    refused = Checked("test_log_sum_exp[swa]", "L3", "refused", "heads", needs=("lse",))
+    found = Conformance(Subject("reference"), (Checked("test_sinks", "L3", "passed"), refused))
+    assert not found.ok
+    assert (
+        _verdict(found, "cpu")
+        == "reference does not conform: it declares lse, and refuses every check of it."
+    )
+
+
+def test_an_expression_that_is_none(site: Path) -> None:
+    done = dsv4_check(site, "reference", "--only", "a b")
+    assert done.returncode == 2
+    assert "--only 'a b' is none of pytest's expressions" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_name_is_an_expression(site: Path) -> None:
+    """What `dsv4 check` prints to see a failure again."""
+    words = ("--collect-only", "-q", "--pyargs", "dsv4core.testing.suite")
+    listed = [line.partition("::")[2] for line in pytest_run(site, *words)[1].splitlines() if "::" in line]
+    assert len(listed) > 300
+    assert [name for name in listed if not re.fullmatch(r"[\w.\-\[\]]+", name)] == []
 
 
 def test_some_checks_are_no_verdict(capsys: Capture) -> None:

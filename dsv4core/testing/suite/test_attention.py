@@ -50,7 +50,7 @@ def test_every_kind_in_every_phase(dsv4: Subject, kind: LayerKind, phase: str) -
 @pytest.mark.parametrize("format", FORMATS)
 def test_cache_formats(dsv4: Subject, format: str, kind: LayerKind) -> None:
     """Each format that the backend accepts."""
-    host = Host(dsv4, Case(kind, heads=16, kv_cache_dtype=format))
+    host = Host(dsv4, Case(kind, heads=0, kv_cache_dtype=format))
     compare(host, *STEPS["mixed"])
 
 
@@ -77,7 +77,7 @@ def test_widths(dsv4: Subject, entries: int) -> None:
     """Any number of entries, odd ones too: a query attends 128 tokens and these."""
     length = max(128, 128 * entries + 1)
     limits = Limits(max_tokens=4, max_requests=2, max_model_len=length, max_query_len=2)
-    compare(Host(dsv4, Case(C128A, heads=16, limits=limits)), (length - 1,), (1,))
+    compare(Host(dsv4, Case(C128A, heads=0, limits=limits)), (length - 1,), (1,))
 
 
 @check("L3", reports=("flashinfer#3828", "sglang#33134"))
@@ -85,7 +85,7 @@ def test_widths(dsv4: Subject, entries: int) -> None:
 def test_widths_of_chosen_entries(dsv4: Subject, k: int) -> None:
     """Tables of chosen entries that are full, partly filled, and empty."""
     limits = Limits(max_tokens=8, max_requests=4, max_model_len=4608, max_query_len=2)
-    compare(Host(dsv4, Case(C4A, heads=16, index_topk=k, limits=limits)), (4500, 777, 255, 2), (1, 1, 1, 1))
+    compare(Host(dsv4, Case(C4A, heads=0, index_topk=k, limits=limits)), (4500, 777, 255, 2), (1, 1, 1, 1))
 
 
 @check("L3", reports=("flashinfer#5323", "vllm#55526"))
@@ -95,7 +95,7 @@ def test_page_sizes(dsv4: Subject, kind: LayerKind, window: int, rows: int) -> N
     """Pages of any size are read right, or refused before anything is built."""
     pages = PageSizes(window=window, context=rows * (kind.ratio or 4))
     limits = Limits(max_tokens=64, max_requests=3, max_model_len=4096, max_query_len=40)
-    compare(Host(dsv4, Case(kind, heads=16, page_sizes=pages, limits=limits)), (1500, 130, 150), (1, 1, 40))
+    compare(Host(dsv4, Case(kind, heads=0, page_sizes=pages, limits=limits)), (1500, 130, 150), (1, 1, 40))
 
 
 @check("L3", needs=("strided-pages",), reports=("vllm#47783", "flashinfer#3856"))
@@ -103,7 +103,7 @@ def test_page_sizes(dsv4: Subject, kind: LayerKind, window: int, rows: int) -> N
 @pytest.mark.parametrize("format", FORMATS)
 def test_strided_pages(dsv4: Subject, format: str, kind: LayerKind) -> None:
     """Pools whose pages are followed by bytes of something else."""
-    host = Host(dsv4, Case(kind, heads=16, kv_cache_dtype=format, page_gap=3))
+    host = Host(dsv4, Case(kind, heads=0, kv_cache_dtype=format, page_gap=3))
     compare(host, *STEPS["mixed"])
 
 
@@ -113,7 +113,7 @@ def test_pages_beyond_two_gib(dsv4: Subject, kind: LayerKind) -> None:
     """Offsets in bytes take more than 32 bits."""
     pages = (1 << 31) // (64 * 512) + 8  # the smallest row that there is has 512 bytes
     limits = Limits(max_tokens=8, max_requests=2, max_model_len=512, max_query_len=4)
-    case = Case(kind, heads=8, spare_pages=pages, limits=limits, poison=None)
+    case = Case(kind, heads=0, spare_pages=pages, limits=limits, poison=None)
     compare(Host(dsv4, case), (300, 140), (1, 1))
 
 
@@ -123,7 +123,7 @@ def test_numbers_of_queries(dsv4: Subject, tokens: int) -> None:
     """Batches around the sizes at which kernels change their ways."""
     limits = Limits(max_tokens=tokens, max_requests=tokens, max_model_len=512, max_query_len=1)
     computed = tuple(130 + 7 * i % 300 for i in range(tokens))
-    compare(Host(dsv4, Case(C4A, heads=8, limits=limits)), computed, (1,) * tokens)
+    compare(Host(dsv4, Case(C4A, heads=0, limits=limits)), computed, (1,) * tokens)
 
 
 @check("L3", reports=("flashinfer#5095", "vllm#49896", "sglang#36390"))
@@ -131,7 +131,7 @@ def test_numbers_of_queries(dsv4: Subject, tokens: int) -> None:
 def test_long_chunks(dsv4: Subject, tokens: int) -> None:
     """A prompt's chunk that begins in the middle of everything."""
     limits = Limits(max_tokens=tokens, max_requests=1, max_model_len=2048, max_query_len=tokens)
-    compare(Host(dsv4, Case(C128A, heads=8, limits=limits)), (1021,), (tokens,))
+    compare(Host(dsv4, Case(C128A, heads=0, limits=limits)), (1021,), (tokens,))
 
 
 @check("L3", core=True, reports=("Primus-Turbo#417", "flashinfer#5078", "flashinfer#5095"))
@@ -203,13 +203,19 @@ def test_log_sum_exp_of_nothing(dsv4: Subject) -> None:
 @check("L3", needs=("defer-sink",), reports=("vllm#57228", "sglang#37407"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_sink_left_to_the_host(dsv4: Subject, kind: LayerKind) -> None:
-    """`apply_sink=False` leaves the sink out."""
+    """`apply_sink=False` leaves the sink out, also where nothing is attended; the log-sum-exp is the same."""
     host = Host(dsv4, Case(kind))
-    step = host.step(*STEPS["mixed"])
+    step = host.build(*STEPS["mixed"])
+    step.window.block_table[1] = -1
+    if kind.ratio is not None:
+        step.compressed[kind.name].block_table[1] = -1
+    host.plan_step(step)
     q, selected = host.query(step), host.select(step)
-    output = host.attend(step, q, selected, apply_sink=False)
-    expected, _ = host.expected(step, q, selected, None)
+    output = host.attend(step, q, selected, want_lse="lse" in dsv4.info.capabilities, apply_sink=False)
+    expected, lse = host.expected(step, q, selected, None)
     assert_attention(host.heads(output), expected, step, host.plan.q_dtype)
+    if "lse" in dsv4.info.capabilities:
+        assert_lse(output.lse, lse, step, host.plan.q_dtype)
 
 
 @check("L3", needs=("tensor-parallel",), reports=("sglang#35092", "tokenspeed#254"))
@@ -221,13 +227,18 @@ def test_a_ranks_heads(dsv4: Subject) -> None:
 @check("L3", core=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_are_left_as_they_are(dsv4: Subject, kind: LayerKind) -> None:
-    """q, caches, chosen entries and the step's tensors are read only."""
+    """q, caches, chosen entries and the step's tensors are read only, in planning, too."""
     host = Host(dsv4, Case(kind))
-    step = host.step(*STEPS["mixed"])
+    step = host.build(*STEPS["mixed"])
+    read = {name: value for name, value in vars(step).items() if isinstance(value, torch.Tensor)}
+    for place, table in {"window": step.window, **step.compressed}.items():
+        read |= {f"{place} block table": table.block_table, f"{place} slot mapping": table.slot_mapping}
+    before = {name: tensor.clone() for name, tensor in read.items()}
+    host.plan_step(step)
+    for name, tensor in read.items():
+        assert_same(tensor, before[name], f"plan_step wrote to the step's {name}")
     q, selected = host.query(step), host.select(step)
-    read = {"q": q, "positions": step.positions, "block table": step.window.block_table}
-    read |= {"slot mapping": step.window.slot_mapping, "sequence lengths": step.seq_lens}
-    read |= {} if selected is None else {"table of chosen entries": selected}
+    read |= {"q": q} if selected is None else {"q": q, "table of chosen entries": selected}
     before = {name: tensor.clone() for name, tensor in read.items()}
     pools = {"window": host.caches.window, "compressed": host.caches.compressed}
     copies = {name: snapshot(cache) for name, cache in pools.items()}
@@ -259,17 +270,20 @@ def test_an_offered_buffer(dsv4: Subject) -> None:
 def test_a_rows_output_does_not_depend_on_its_batch(dsv4: Subject, kind: LayerKind) -> None:
     """The same request alone and among others: the same bits."""
     outputs = []
-    for others in (0, 2, 16, 63):
+    for others, place in ((0, 0), (2, 0), (16, 7), (63, 63)):
         limits = Limits(max_tokens=64, max_requests=64, max_model_len=1024, max_query_len=1)
-        host = Host(dsv4, Case(kind, heads=16, limits=limits, deterministic=True))
-        step = host.step((900,), (1,))
-        q, selected = host.query(step), host.select(step)
-        step = host.step((900, *(100 + 7 * i for i in range(others))), (1,) * (1 + others))
+        host = Host(dsv4, Case(kind, heads=0, limits=limits, deterministic=True))
+        alone = host.step((900,), (1,))
+        q, selected = host.query(alone), host.select(alone)
+        host.requests.insert(place, host.requests.pop(0))
+        computed = [100 + 7 * i for i in range(others)]
+        step = host.step((*computed[:place], 900, *computed[place:]), (1,) * (1 + others))
         rest = host.query(replace(step, positions=step.positions[1:]))
         if selected is not None:
             more = torch.full((others, selected.shape[1]), -1, dtype=torch.int32, device=host.device)
-            selected = torch.cat([selected, more])
-        outputs.append(host.heads(host.attend(step, torch.cat([q, rest]), selected))[0])
+            selected = torch.cat([more[:place], selected, more[place:]])
+        found = host.attend(step, torch.cat([rest[:place], q, rest[place:]]), selected)
+        outputs.append(host.heads(found)[place].clone())
     for output in outputs[1:]:
         assert_same(output, outputs[0], "A row's output depends on the other rows of its batch")
 

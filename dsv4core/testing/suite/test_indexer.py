@@ -27,7 +27,7 @@ INDEXER = ("index_logits", "index_topk")
 
 def case(**changes: Any) -> Case:
     """A layer with an indexer that chooses 128 entries, and three requests."""
-    return replace(Case(C4A, heads=8, index_topk=K, limits=LIMITS, private_output=True), **changes)
+    return replace(Case(C4A, heads=0, index_topk=K, limits=LIMITS, private_output=True), **changes)
 
 
 def queried(ledger: Ledger, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,11 +72,11 @@ def assert_logits(found: torch.Tensor, ledger: Ledger, step: Step) -> None:
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "64 rows": {},
-    "2 rows": {"page_sizes": PageSizes(context=8)},
-    "61 rows": {"page_sizes": PageSizes(window=61, context=244, state=3)},
-    "256 rows": {"page_sizes": PageSizes(context=1024)},
-    "no lengths on the host": {"host_lengths": False},
+    "64-rows": {},
+    "2-rows": {"page_sizes": PageSizes(context=8)},
+    "61-rows": {"page_sizes": PageSizes(window=61, context=244, state=3)},
+    "256-rows": {"page_sizes": PageSizes(context=1024)},
+    "no-lengths-on-the-host": {"host_lengths": False},
 }
 STEPS = {
     "decode": ((890, 7, 20), (1, 1, 1)),
@@ -132,10 +132,10 @@ def test_index_logits_beyond_two_gib(dsv4: Subject) -> None:
 @pytest.mark.parametrize(("k", "entries"), [(128, 226), (512, 511), (512, 512), (512, 513), (1024, 1025)])
 def test_topk(dsv4: Subject, k: int, entries: int) -> None:
     """Exact: ties go to the lowest entry, NaN and minus infinity are never chosen, -1 fills the rest."""
-    limits = Limits(max_tokens=8, max_requests=2, max_model_len=4 * entries + 4, max_query_len=4)
+    limits = Limits(max_tokens=9, max_requests=3, max_model_len=4 * entries + 3, max_query_len=3)
     stack = backend_stack(dsv4, case(index_topk=k, limits=limits))
-    step = stack.plan((4 * entries - 4,) * 2, (4, 4))
-    rows = torch.randn(8, entries, generator=torch.Generator().manual_seed(0))
+    step = stack.plan((4 * entries,) * 3, (3, 3, 3))  # each of them sees all entries, and no more
+    rows = torch.randn(9, entries, generator=torch.Generator().manual_seed(0))
     rows[1] = 1.0  # all tie
     rows[2] = rows[2].round()  # many tie
     rows[3] = NAN
@@ -146,7 +146,7 @@ def test_topk(dsv4: Subject, k: int, entries: int) -> None:
     own, device_rows = stack.layers[0].attention.bound.index_topk, rows.to(dsv4.device)
     found = (ops.index_topk(device_rows, k) if own is None else own(device_rows, step)).cpu()
     assert found.dtype == torch.int32, f"Chosen entries are {found.dtype}, and int32 is due."
-    assert tuple(found.shape) == (8, k), f"The table is {list(found.shape)}, and {[8, k]} is due."
+    assert tuple(found.shape) == (9, k), f"The table is {list(found.shape)}, and {[9, k]} is due."
     for row, scores in enumerate(rows):
         due = oracle.best_entries(scores.tolist(), k)
         chosen = found[row][found[row] >= 0].tolist()

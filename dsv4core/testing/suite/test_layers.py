@@ -16,15 +16,16 @@ from dsv4core.testing.layers import backend_stack, hidden_states, reference_stac
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.marks import check, large
 from dsv4core.testing.suite.test_attention import FORMATS
-from dsv4core.testing.tolerances import LAYER_OUTPUT, PROJECTION
+from dsv4core.testing.tolerances import layer_tolerance
 
 KINDS = [pytest.param(kind, id=kind.name) for kind in (SWA, C4A, C128A)]
 LIMITS = Limits(max_tokens=600, max_requests=3, max_model_len=1200, max_query_len=600)
 
 
 def case(kind: LayerKind, **changes: Any) -> Case:
-    """A layer that chooses 128 entries, so that 600 tokens make its indexer choose."""
-    return replace(Case(kind, index_topk=128, limits=LIMITS, private_output=True), **changes)
+    """A layer whose indexer has to choose from 600 tokens on, of a host with lengths."""
+    given = Case(kind, index_topk=128, limits=LIMITS, private_output=True, host_lengths=True)
+    return replace(given, **changes)
 
 
 def compare(
@@ -35,13 +36,14 @@ def compare(
     seed: int = 0,
 ) -> None:
     """One step of every layer on both; the reference attends the entries that the backend chose."""
-    dtype = ours.selection.request.dtype
-    tolerance = max(LAYER_OUTPUT[dtype], PROJECTION[dtype])
     step, their_step = ours.plan(computed, query), theirs.plan(computed, query)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         hidden = hidden_states(sum(query), ours, seed + layer.spec.index)
         found, selected = ours.attend(layer, hidden, step)
         expected, _ = theirs.attend(other, hidden, their_step, selected)
+        tolerance = layer_tolerance(
+            ours.selection.request.dtype, ours.selection.plans[layer.spec.kind.name].q_dtype
+        )
         assert_rows(found, expected, tolerance, f"output of a {layer.spec.kind.name} layer", step)
 
 

@@ -123,6 +123,19 @@ def test_ranks_add_up(dsv4: Subject, ranks: int) -> None:
     assert_rows(total, expected, PROJECTION[dsv4.dtype], "sum of the ranks' projections")
 
 
+@check("L5", needs=("deterministic",), reports=("sglang#36174", "vllm#53257"))
+def test_a_rows_projection_does_not_depend_on_its_batch(dsv4: Subject) -> None:
+    """The same row alone and among others, wherever it stands: the same bits."""
+    host = Host(dsv4, Case(C4A, deterministic=True))
+    layer = host.bind(host.sinks, projection_weights(host))
+    rows, positions = random_attention(64, 64), torch.arange(64, device=host.device)
+    alone = layer.o_proj(output_of_rank(host, rows[:1]), positions[:1])
+    for others, place in ((2, 1), (16, 7), (63, 63)):
+        order = [*range(1, place + 1), 0, *range(place + 1, others + 1)]
+        found = layer.o_proj(output_of_rank(host, rows[order]), positions[order])
+        assert_same(found[place], alone[0], "A row's projection depends on the other rows of its batch")
+
+
 @check("L5", core=True)
 def test_weights_are_the_hosts(dsv4: Subject) -> None:
     """Weights are read only, and those that the plan consumes are not needed once a layer is built."""

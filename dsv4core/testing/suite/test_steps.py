@@ -7,12 +7,11 @@ import pytest
 from dsv4core.api import C4A, C128A, SWA, LayerKind, Step
 from dsv4core.testing.case import Case
 from dsv4core.testing.compare import assert_attention
-from dsv4core.testing.host import Host
+from dsv4core.testing.host import INT_MAX, Host
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.marks import check
 
 KINDS = [pytest.param(kind, id=kind.name) for kind in (SWA, C4A, C128A)]
-INT_MAX = 2**31 - 1
 
 
 def attend_and_compare(host: Host, step: Step) -> None:
@@ -25,9 +24,10 @@ def attend_and_compare(host: Host, step: Step) -> None:
 
 @check("L4", core=True, reports=("vllm#51318", "sglang#29885"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_follow_each_other(dsv4: Subject, kind: LayerKind) -> None:
+@pytest.mark.parametrize("host_lengths", [None, True], ids=["as-needed", "host-lengths"])
+def test_steps_follow_each_other(dsv4: Subject, host_lengths: bool | None, kind: LayerKind) -> None:
     """Every step has its own lengths and tables, in the same buffers."""
-    host = Host(dsv4, Case(kind))
+    host = Host(dsv4, Case(kind, host_lengths=host_lengths))
     computed: tuple[int, ...] = (300, 0, 1000)
     for query in ((1, 90, 30), (1, 30, 90), (1, 1, 1), (1, 1, 1), (1, 27, 0), (1, 1, 120)):
         attend_and_compare(host, host.step(computed, query))
@@ -53,7 +53,7 @@ def test_layers_of_a_kind_share_a_step(dsv4: Subject, kind: LayerKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_groups_of_block_tables(dsv4: Subject, kind: LayerKind) -> None:
     """A host may keep the caches of one kind in groups, each with a state: planning one leaves the other."""
-    hosts = [Host(dsv4, Case(kind, heads=16), seed) for seed in (1, 2)]
+    hosts = [Host(dsv4, Case(kind, heads=0), seed) for seed in (1, 2)]
     steps = [
         host.step(computed, (1,) * len(computed))
         for host, computed in zip(hosts, ((700, 3, 300), (129, 2000)), strict=True)
