@@ -54,7 +54,7 @@ def torch_device(name: str) -> torch.device:
         raise ConfigError(f"device={name}: this torch ({torch.__version__}) sees no GPU; use device=cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} GPUs; count from 0.")
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # events, streams and graphs are the current device's
     return device
 

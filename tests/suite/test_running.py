@@ -132,8 +132,8 @@ VERDICTS = [
     ([("L0", "passed"), ("L3", "elsewhere")], "reference cannot run on cpu: only its contract was checked."),
     (
         [("L0", "passed"), ("L3", "passed"), ("L4", "elsewhere"), ("L3", "large")],
-        "reference conforms on cpu, as far as it was checked: 1 check left out as large and 1 check for another "
-        "machine or library.",
+        "reference conforms on cpu, as far as it was checked: 1 check left out as large and 1 check for "
+        "another machine or library.",
     ),
 ]
 
