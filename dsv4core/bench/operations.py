@@ -85,34 +85,20 @@ def _layer(inputs: Inputs) -> list[Call]:
     return [call(layer, turn) for layer, turn in zip(_attention(inputs, len(turns)), turns, strict=True)]
 
 
-def _insert_kv(inputs: Inputs) -> list[Call]:
-    (layer,) = _attention(inputs, 1)
+def _stage(operation: str, method: str) -> Callable[[Inputs], list[Call]]:
+    """A stage of a layer that takes what the layer projects."""
 
-    def call(turn: Turn) -> Call:
-        projected = layer.project(turn.hidden)
-        return lambda: layer.insert_kv(projected, inputs.caches, turn.step)
+    def calls(inputs: Inputs) -> list[Call]:
+        (layer,) = _attention(inputs, 1)
+        run = getattr(layer, method)
 
-    return [call(turn) for turn in inputs.turns("insert_kv")]
+        def call(turn: Turn) -> Call:
+            projected = layer.project(turn.hidden)
+            return lambda: run(projected, inputs.caches, turn.step)
 
+        return [call(turn) for turn in inputs.turns(operation)]
 
-def _compress(inputs: Inputs) -> list[Call]:
-    (layer,) = _attention(inputs, 1)
-
-    def call(turn: Turn) -> Call:
-        projected = layer.project(turn.hidden)
-        return lambda: layer.compress(projected, inputs.caches, turn.step)
-
-    return [call(turn) for turn in inputs.turns("compress")]
-
-
-def _indexer(inputs: Inputs) -> list[Call]:
-    (layer,) = _attention(inputs, 1)
-
-    def call(turn: Turn) -> Call:
-        projected = layer.project(turn.hidden)
-        return lambda: layer.select(projected, inputs.caches, turn.step)
-
-    return [call(turn) for turn in inputs.turns("indexer")]
+    return calls
 
 
 def _attention(inputs: Inputs, count: int) -> list[DeepseekV4Attention]:
@@ -124,9 +110,9 @@ def _attention(inputs: Inputs, count: int) -> list[DeepseekV4Attention]:
 
 _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
     "plan_step": _plan_step,
-    "insert_kv": _insert_kv,
-    "compress": _compress,
-    "indexer": _indexer,
+    "insert_kv": _stage("insert_kv", "insert_kv"),
+    "compress": _stage("compress", "compress"),
+    "indexer": _stage("indexer", "select"),
     "forward_mqa": _forward_mqa,
     "o_proj": _o_proj,
     "layer": _layer,
