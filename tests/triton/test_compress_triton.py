@@ -1,0 +1,69 @@
+"""Entries and states as the definition leaves them, whatever the chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4core.api import C4A, C128A, LayerKind, Limits, PageSizes
+from dsv4core.kvcache import cache_layout
+from dsv4core.kvcache.pools import CachePools
+from dsv4core.model.rope import rope_table
+from dsv4core.model.shapes import PRESETS, layer_spec
+from dsv4core.ops import compress as defined
+from dsv4core.ops.compress.triton import compress
+from dsv4core.step import Batch, StepBuffers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODEL = PRESETS["v4_flash"]
+LAYERS = {C4A: layer_spec(MODEL, 2), C128A: layer_spec(MODEL, 3)}
+LIMITS = Limits(max_tokens=140, max_requests=2, max_model_len=264, max_query_len=140)
+SIZES = PageSizes(state=3)
+
+
+class Host:
+    """Two requests of a layer."""
+
+    def __init__(self, kind: LayerKind, run: object) -> None:
+        layout = cache_layout(MODEL, "fp32", "fp8")
+        self.kind, self.run = kind, run
+        self.pools = CachePools([LAYERS[kind]], layout, SIZES, LIMITS, DEVICE)
+        self.caches = self.pools.layers[LAYERS[kind].index]
+        self.buffers = StepBuffers([kind], LIMITS, SIZES, self.pools.tables.num_pages(), DEVICE)
+
+    def step(self, computed, query, main, index, weights):
+        tables = self.pools.tables
+        for request, (known, new) in enumerate(zip(computed, query, strict=True)):
+            tables.grow(request, known + new)
+        state = {name: own.block_table for name, own in tables.state.items()}
+        batch = Batch(computed, query, 0, tables.window.block_table, tables.context.block_table, state)
+        step = self.buffers.build(batch)
+        pairs = [(main, self.caches.state, self.caches.compressed)]
+        if self.caches.index is not None:
+            pairs.append((index, self.caches.index_state, self.caches.index))
+        for rows, states, entries in pairs:
+            ape, norm, rope = weights[rows.shape[1]]
+            self.run(rows, ape, norm, rope, 1e-6, self.kind, step, states, entries)
+
+
+@pytest.mark.parametrize("kind", [C4A, C128A], ids=["c4a", "c128a"])
+def test_chunks_of_two_requests(kind: LayerKind) -> None:
+    hosts = [Host(kind, run) for run in (defined, compress)]
+    rope = rope_table(MODEL.rope_of(kind), 64, 300, DEVICE)
+    weights = {}
+    for width in (512, 128):
+        ape = torch.randn(kind.ratio, kind.groups * width, device=DEVICE)
+        norm = torch.rand(width, device=DEVICE).bfloat16()
+        weights[2 * kind.groups * width] = (ape, norm, rope)
+    computed = (0, 0)
+    for query in ((126, 3), (1, 1), (1, 0), (5, 120), (1, 4)):
+        main, index = (torch.randn(sum(query), width, device=DEVICE) * 3 for width in weights)
+        for host in hosts:
+            host.step(computed, query, main, index, weights)
+        computed = tuple(known + new for known, new in zip(computed, query, strict=True))
+    for name, due in vars(hosts[0].caches).items():
+        if due is not None and name != "window":
+            slots = torch.arange(due.num_pages * due.page_size, device=DEVICE)
+            found = getattr(hosts[1].caches, name).read(slots)
+            off = (found - due.read(slots)).norm(dim=-1) / due.read(slots).norm(dim=-1).clamp_min(1e-9)
+            assert float(off.max()) < (2e-2 if name == "index" else 1e-5), name

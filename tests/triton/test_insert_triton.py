@@ -1,0 +1,84 @@
+"""Queries, keys and their bytes as the definition has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4core.kvcache import KVCache, allocate_cache, cache_layout, with_fp8_flavour
+from dsv4core.model.rope import rope_table
+from dsv4core.model.shapes import PRESETS
+from dsv4core.ops import qk_norm_rope_insert as defined
+from dsv4core.ops.qk_norm_rope_insert.triton import qk_norm_rope_insert
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODEL = PRESETS["v4_flash"]
+ROPE = rope_table(MODEL.rope_of(MODEL.layer_kinds[0]), 64, 4096, DEVICE)
+MAGNITUDES = (0.0, 1e-6, 1.0, 1.0, 100.0, 448.0, 1.0)
+POSITIONS = torch.tensor([0, 1, 255, 4095, 17, 2, 3000], device=DEVICE)
+SLOTS = torch.tensor([19, 0, 4, 5, -1, 11], device=DEVICE)  # the last token has none
+
+
+def pools(format: str, flavour: str = "e4m3fn") -> list[KVCache]:
+    """Two pools of four pages of five rows, each followed by something else."""
+    window = with_fp8_flavour(cache_layout(MODEL, format, "fp8").window, flavour)
+    stride = window.page_bytes(5) + 2 * window.page_alignment
+    return [allocate_cache(window, 4, 5, DEVICE, page_stride_bytes=stride) for _ in range(2)]
+
+
+def projected(heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    factors = torch.tensor(MAGNITUDES, device=DEVICE)[:, None]
+    q, kv = torch.randn(7, heads, 512, device=DEVICE), torch.randn(7, 512, device=DEVICE) * factors
+    return (q * factors[..., None]).to(dtype), kv.to(dtype)
+
+
+def both(q: torch.Tensor, kv: torch.Tensor, caches: list[KVCache], **more: object) -> list[torch.Tensor]:
+    runs = zip((defined, qk_norm_rope_insert), caches, strict=True)
+    return [run(q, kv, POSITIONS, ROPE, cache, SLOTS, 1e-6, **more) for run, cache in runs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz"])
+@pytest.mark.parametrize("format", ["fp8_ds_mla", "bf16", "fp8_e4m3", "fp32"])
+def test_keys(format: str, flavour: str, dtype: torch.dtype) -> None:
+    """Byte for byte, and no byte beside them."""
+    caches = pools(format, flavour)
+    both(*projected(2, dtype), caches)
+    due, found = (cache.pool.untyped_storage().tolist() for cache in caches)
+    if format == "fp32":  # products are rounded once more or less where they are fused
+        torch.testing.assert_close(caches[1].pool, caches[0].pool, rtol=1e-6, atol=1e-6)
+    else:
+        assert sum(one != other for one, other in zip(found, due, strict=True)) <= 2
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 9])
+def test_queries(heads: int) -> None:
+    """Any number of heads; padded ones are exact zeros."""
+    due, found = both(*projected(heads, torch.float16), pools("bf16"), padded_heads=12)
+    torch.testing.assert_close(found, due)
+    assert bool((found[:, heads:] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_fp8_queries(dtype: torch.dtype) -> None:
+    scale = torch.tensor([0.03], device=DEVICE)
+    due, found = both(*projected(4, torch.float32), pools("bf16"), q_dtype=dtype, q_scale=scale)
+    assert found.dtype == dtype
+    assert int((found.view(torch.uint8) != due.view(torch.uint8)).sum()) <= 4, "a value between two codes"
+
+
+def test_rows_that_are_apart() -> None:
+    """q and kv as slices of what one product gave."""
+    whole = torch.randn(7, 5 * 512 + 512 + 7, device=DEVICE)
+    q, kv = whole[:, : 5 * 512].unflatten(1, (5, 512)), whole[:, 5 * 512 : 6 * 512]
+    caches = pools("fp32")
+    due, found = both(q, kv, caches)
+    torch.testing.assert_close(found, due)
+    torch.testing.assert_close(caches[1].pool, caches[0].pool, rtol=1e-6, atol=1e-6)
+
+
+def test_no_token() -> None:
+    q, kv = projected(2, torch.float32)
+    nothing = POSITIONS[:0]
+    out = qk_norm_rope_insert(q[:0], kv[:0], nothing, ROPE, pools("bf16")[0], nothing, 1e-6)
+    assert tuple(out.shape) == (0, 2, 512)
