@@ -142,9 +142,8 @@ def _pool_entries(
         pooled = pooled * faded + tl.sum(weight * value, axis=0)
         highest = higher
     pooled = pooled / total
-    column_ = tl.arange(0, WIDTH)
     mean = tl.sum(pooled * pooled, axis=0) / WIDTH
-    pooled = pooled * tl.rsqrt(mean + eps) * tl.load(norm_weight + column_).to(tl.float32)
+    pooled = pooled * tl.rsqrt(mean + eps) * tl.load(norm_weight + tl.arange(0, WIDTH)).to(tl.float32)
     first_position = position // RATIO * RATIO
     entry = tl.reshape(rotated(pooled[None, :], rope, first_position, 1, WIDTH, ROPE), (WIDTH,))
     store_row(entry, slot, entry_pool, entry_page_stride, entry_page_size, entry_scale, FORMAT, FNUZ, WIDTH)
