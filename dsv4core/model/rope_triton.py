@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def rotated(x, rope, position, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """Rows `[ROWS, WIDTH]` fp32, their last `ROPE` channels turned to a position of `rope`."""
+def rotated(x, rope, position, direction, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    """Rows `[ROWS, WIDTH]` fp32, their last `ROPE` channels turned to a position of `rope`; back by -1."""
     pair = tl.arange(0, WIDTH // 2) - (WIDTH - ROPE) // 2
     turns = pair >= 0
     table = rope + position * ROPE + pair
     cos = tl.load(table, mask=turns, other=1.0)[None, :]
-    sin = tl.load(table + ROPE // 2, mask=turns, other=0.0)[None, :]
+    sin = direction * tl.load(table + ROPE // 2, mask=turns, other=0.0)[None, :]
     even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
     # What is not turned stays as it is: a product with 0 would lose signs of zeros, and spread infinities.
     turned_even = tl.where(turns[None, :], even * cos - odd * sin, even)

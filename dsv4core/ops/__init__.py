@@ -16,6 +16,7 @@ from dsv4core.ops.sparse_indices import (
     gathered_indices,
     mixed_sparse_indices,
     visible_entries,
+    visible_slots,
     window_slots,
 )
 from dsv4core.ops.sparse_mla import sparse_mla
@@ -37,5 +38,6 @@ __all__ = [
     "select_entries",
     "sparse_mla",
     "visible_entries",
+    "visible_slots",
     "window_slots",
 ]

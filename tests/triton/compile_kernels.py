@@ -1,6 +1,7 @@
-"""Compiles every kernel for chips that are not here, and prints `kernel chip format bytes-of-shared-memory`.
+"""Compiles every kernel for chips that are not here, and prints `kernel chip shared-memory number`.
 
-Run in a process of its own, without Triton's interpreter: `python tests/triton/compile_kernels.py`.
+Run in a process of its own, without Triton's interpreter: `python tests/triton/compile_kernels.py`. What it
+says holds for the Triton that is installed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from triton.compiler import ASTSource
 
 from dsv4core.kvcache.codecs_triton import BF16, FP8, FP32, PACKED, SCALED
 from dsv4core.ops.compress import triton as compress
+from dsv4core.ops.indexer import topk_triton as topk
 from dsv4core.ops.indexer import triton as indexer
+from dsv4core.ops.inverse_rope_quant import triton as quant
+from dsv4core.ops.linear import triton as linear
 from dsv4core.ops.qk_norm_rope_insert import triton as insert
+from dsv4core.ops.sparse_indices import triton as tables
 
 CHIPS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -24,44 +29,102 @@ CHIPS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 TYPES = {
-    **dict.fromkeys(("q", "kv", "norm_weight", "out"), "*bf16"),
-    **dict.fromkeys(("rope", "weights", "logits", "projected", "ape"), "*fp32"),
-    **dict.fromkeys(("scale", "q_scale", "entry_scale"), "*fp32"),
-    **dict.fromkeys(("positions", "slots", "entry_slots", "visible"), "*i64"),
+    **dict.fromkeys(("q", "kv", "norm_weight", "out", "x", "attention"), "*bf16"),
+    **dict.fromkeys(("rope", "weights", "logits", "projected", "ape", "pooled", "folded"), "*fp32"),
+    **dict.fromkeys(("scale", "q_scale", "entry_scale", "scales", "values", "best"), "*fp32"),
+    **dict.fromkeys(("positions", "slots", "entry_slots", "state_slots", "visible"), "*i64"),
     **dict.fromkeys(("token_to_request", "query_start_loc", "block_table", "state_table"), "*i32"),
-    **dict.fromkeys(("pool", "state_pool", "entry_pool"), "*u8"),
+    **dict.fromkeys(("numbers", "names", "requests", "table", "entries", "selected", "lengths"), "*i32"),
+    **dict.fromkeys(("window", "compressed"), "*i32"),
+    **dict.fromkeys(("pool", "state_pool", "entry_pool", "weight", "codes"), "*u8"),
     **dict.fromkeys(("page_stride", "state_page_stride", "entry_page_stride"), "i64"),
-    "eps": "fp32",
+    **dict.fromkeys(("eps", "factor", "least"), "fp32"),
 }
 """Types of arguments by name; the others are 32-bit numbers."""
+CODES = {"out": "*u8"}
+
+Case = tuple[Any, Mapping[str, Any], Mapping[str, str], int]
 
 
-def cases() -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, str]]]:
-    """Kernels with their constants and the types that differ."""
-    for form, fp8 in ((PACKED, False), (BF16, False), (FP8, True), (FP32, False)):
+def cases(chip: str) -> Iterator[Case]:
+    """Kernels with their constants, the types that differ, and stages; each as it is launched on the chip."""
+    yield from _writers()
+    yield from _indexer(chip)
+    yield from _tables()
+    yield from _products(chip)
+
+
+def _writers() -> Iterator[Case]:
+    for form, fp8 in ((PACKED, False), (FP8, True)):
         constants = {"FORMAT": form, "HEADS": insert.HEADS, "WIDTH": 512, "ROPE": 64, "Q_FP8": fp8}
-        yield insert._kernel, constants | {"Q_FNUZ": False}, {"out": "*u8"} if fp8 else {}
+        yield insert._insert, constants | {"Q_FNUZ": False}, CODES if fp8 else {}, 3
     for groups, ratio, width, form in ((2, 4, 512, PACKED), (1, 128, 512, BF16), (2, 4, 128, SCALED)):
         sizes = {"GROUPS": groups, "RATIO": ratio, "WIDTH": width}
-        yield compress._pool_entries, sizes | {"FORMAT": form, "ROWS": compress.ROWS, "ROPE": 64}, {}
-        yield compress._store_states, sizes, {}
-    for form in (SCALED, BF16, FP32):
-        constants = {"FORMAT": form, "HEADS": 64, "WIDTH": 128, "KEYS": indexer.KEYS, "SPAN": indexer.SPAN}
-        yield indexer._score, constants | {"Q_FP8": form == SCALED}, {"q": "*u8"} if form == SCALED else {}
+        channels = min(width, compress.POOLED // (groups * ratio))
+        yield compress._pool, sizes | {"CHANNELS": channels, "TOKENS": 4}, {}, 3
+        yield compress._store, sizes | {"FORMAT": form, "ROPE": 64}, {}, 3
 
 
-def compiled(kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str], chip: str) -> Any:
+def _indexer(chip: str) -> Iterator[Case]:
+    for fp8 in (True, False):
+        constants = {"HEADS": indexer.HEADS, "WIDTH": 128, "ROPE": 64, "FP8": fp8}
+        yield indexer._rotate_queries, constants, CODES if fp8 else {}, 3
+    for form, whole in ((SCALED, True), (SCALED, False), (FP32, True)):
+        sizes = {"HEADS": 64, "WIDTH": 128, "KEYS": indexer.KEYS, "SPAN": indexer.SPAN, "WHOLE": whole}
+        fp8 = form == SCALED
+        # FNUZ keys on gfx942 meet queries of the same flavour here.
+        form_of_q = {"Q_FP8": fp8, "Q_FNUZ": chip == "gfx942", "NATIVE": fp8 and chip.startswith("gfx")}
+        yield (
+            indexer._score,
+            sizes | form_of_q | {"FORMAT": form},
+            {"q": "*u8"} if fp8 else {},
+            (indexer.STAGES if chip.startswith("sm") else 2),
+        )
+    for size, level, numbers in ((128, 0, False), (topk.CHUNK, 1, True)):
+        constants = {"CHUNK": topk.CHUNK, "SIZE": size, "MOST": 2048, "LEVEL": level}
+        yield topk._keep_best, constants | ({} if numbers else {"numbers": None}), {}, 3
+
+
+def _tables() -> Iterator[Case]:
+    constants = {"COLUMNS": tables.COLUMNS}
+    yield tables._window, constants, {"window": "i32"}, 3
+    yield tables._chosen, constants, {}, 3
+    yield tables._all, constants, {}, 3
+    yield tables._numbers, constants, {}, 3
+    yield tables._mixed, constants, {}, 3
+
+
+def _products(chip: str) -> Iterator[Case]:
+    height, width = linear.ROW
+    block, cuda = linear.BLOCK, chip.startswith("sm")
+    sizes = {"HEADS": quant.HEADS, "WIDTH": 512, "ROPE": 64, "BLOCK": block}
+    yield quant._rotate_back, sizes, {"scales": "*fp32"}, 3
+    yield (
+        linear._times_row,
+        {"HEIGHT": height, "WIDTH": width, "BLOCK": block, "NATIVE": False},
+        {},
+        3,
+    )
+    for rows, tokens in ((64, 16), (128, 64)):
+        sizes = {"HEIGHT": rows, "TOKENS": tokens, "BLOCK": block, "PACKED": cuda}
+        yield linear._times_rows, sizes, {"out": "*fp32"}, linear.STAGES if cuda else 2
+    yield linear._quantise, {"BLOCK": block}, {}, 3
+    yield linear._decode, {"HEIGHT": 16, "WIDTH": 512, "BLOCK": block}, {}, 3
+
+
+def compiled(case: Case, chip: str) -> Any:
     """A kernel for a chip. MI300 has the FNUZ flavour of FP8."""
+    kernel, constants, types, stages = case
     names = list(inspect.signature(kernel.fn).parameters)
     values = {**constants, "FNUZ": chip == "gfx942"}
     known = {**TYPES, **types}
     signature = {name: "constexpr" if name in values else known.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in values.items() if name in names}
-    return triton.compile(ASTSource(kernel, signature, places), target=CHIPS[chip], options={"num_warps": 4})
+    options = {"num_warps": 16 if constants.get("SIZE") == topk.CHUNK else 4, "num_stages": stages}
+    return triton.compile(ASTSource(kernel, signature, places), target=CHIPS[chip], options=options)
 
 
 if __name__ == "__main__":
-    for kernel, constants, types in cases():
-        for chip in CHIPS:
-            made = compiled(kernel, constants, types, chip)
-            print(kernel.fn.__name__, chip, constants.get("FORMAT", "-"), made.metadata.shared, flush=True)
+    for chip in CHIPS:
+        for number, case in enumerate(cases(chip)):
+            print(case[0].fn.__name__, chip, compiled(case, chip).metadata.shared, number, flush=True)

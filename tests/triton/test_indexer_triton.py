@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from dsv4core import ops
-from dsv4core.api.step import CacheTable
+from dsv4core.api import CacheTable, ConfigError
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
+from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import PRESETS
-from dsv4core.ops.indexer.triton import index_logits
+from dsv4core.ops.indexer import topk_triton
+from dsv4core.ops.indexer.triton import index_logits, index_query
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODEL = PRESETS["v4_flash"]
@@ -38,8 +40,82 @@ def test_index_logits(dtype: str) -> None:
     visible = torch.tensor([61, 62, 64, 0, 33], device=DEVICE)
     table = CacheTable(torch.tensor(PAGES, dtype=torch.int32, device=DEVICE), positions, 16)
     due = ops.index_logits(q, weights, keys, table, requests, visible)
-    found = index_logits(q, weights, keys, table, requests, visible)
-    torch.testing.assert_close(found, due, rtol=1e-4, atol=1e-4)
-    wide = index_logits(q, weights, keys, table, requests, visible, width=100)
-    assert torch.equal(wide[:, :64], found)
-    assert bool(torch.isneginf(wide[:, 64:]).all())
+    found = index_logits(q, weights, keys, table, requests, visible, width=100)
+    assert tuple(found.shape) == (5, 100)
+    seen = torch.arange(64, device=DEVICE) < visible[:, None]
+    torch.testing.assert_close(found[:, :64][seen], due[seen], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp32"])
+def test_index_query(dtype: str) -> None:
+    """Heads of nothing, of tiny and of huge values, and NaN; rows that are apart."""
+    q, weights = torch.randn(4, 20, 128, device=DEVICE), torch.randn(4, 23, device=DEVICE)[:, :20]
+    q[0, 0], q[1, 1], q[2, 2] = 0.0, 1e-7, 1e6
+    q[3, 3, 5] = float("nan")
+    rope = rope_table(MODEL.compress_rope, 64, 4096, DEVICE)
+    positions = torch.tensor([0, 5, 4095, 77], device=DEVICE)
+    due, due_weights = ops.index_query(q, weights, positions, rope, dtype)
+    found, found_weights = index_query(q, weights, positions, rope, dtype)
+    assert found.dtype == due.dtype
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[due.itemsize]
+    nan = due.float().isnan()
+    if dtype == "fp32" or (dtype, DEVICE) == ("bf16", "cpu"):  # the interpreter cuts bf16 off
+        torch.testing.assert_close(found.float(), due.float(), equal_nan=True, rtol=2**-7, atol=1e-5)
+    else:
+        assert int((found.view(bits) != due.view(bits))[~nan].sum()) <= 4, "a value between two codes"
+        assert torch.equal(found.float().isnan(), nan)
+    torch.testing.assert_close(found_weights, due_weights, equal_nan=True)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    q = torch.randn(1, 16, 128, device=DEVICE)
+    with pytest.raises(ConfigError, match="index_dtype=fp4 has no query precision here"):
+        index_query(q, q[..., 0], torch.zeros(1, dtype=torch.int64, device=DEVICE), UNIT, "fp4")
+
+
+def scores(width: int) -> torch.Tensor:
+    """Rows that tie, rows of what is never chosen, and ordinary ones."""
+    rows = torch.randn(9, width, device=DEVICE)
+    rows[1] = 1.0
+    rows[2] = rows[2].round()
+    rows[3] = float("nan")
+    rows[4, ::2] = float("nan")
+    rows[5, 5:] = float("-inf")
+    rows[6] = float("-inf")
+    rows[7, 17], rows[7, 3] = float("inf"), 3e38
+    rows[8] = rows[8].clamp_min(0) * (rows[7] - 0.1).sign()  # zeros of both signs
+    return rows
+
+
+def best(rows: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """The definition's choice among the entries that are visible."""
+    hidden = torch.arange(rows.shape[1], device=DEVICE) >= visible[:, None]
+    return ops.index_topk(rows.masked_fill(hidden, float("-inf")), k)
+
+
+@pytest.mark.parametrize("k", [1, 100, 512])
+@pytest.mark.parametrize("width", [60, 513, 2500])
+@pytest.mark.parametrize("chunk", [1024, topk_triton.CHUNK])
+def test_index_topk(chunk: int, width: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same entries in the same order, in one program and narrowed twice, and only visible ones."""
+    monkeypatch.setattr(topk_triton, "CHUNK", chunk)
+    rows = scores(width)
+    visible = torch.tensor([width, width - 1, *[width] * 4, 1, width, width // 2], device=DEVICE)
+    assert torch.equal(topk_triton.index_topk(rows, visible, k), best(rows, visible, k))
+    nothing = torch.zeros_like(visible)
+    assert bool((topk_triton.index_topk(rows, nothing, k) == -1).all())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="too large for the interpreter")
+@pytest.mark.parametrize("k", [512, 2048])
+def test_long_rows(k: int) -> None:
+    rows = scores(300_000)
+    visible = torch.tensor([300_000, 1, 511, 512, 513, 16_384, 16_385, 40_000, 299_999], device=DEVICE)
+    assert torch.equal(topk_triton.index_topk(rows, visible, k), best(rows, visible, k))
+
+
+def test_a_topk_that_is_too_large() -> None:
+    with pytest.raises(
+        ConfigError, match="index_topk=9000 is more than this kernel chooses; the most is 8192"
+    ):
+        topk_triton.index_topk(scores(60), torch.zeros(9, dtype=torch.int64, device=DEVICE), 9000)

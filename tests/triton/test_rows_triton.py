@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4core.fp8 import FP8_MAX, MIN_AMAX, power_of_two_exponent, to_fp8
-from dsv4core.kvcache.codecs_triton import bf16_bits, fp8_codes, fp8_values, power_of_two
+from dsv4core.fp8_triton import bf16_bits, fp8_codes, fp8_values, power_of_two
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLAVOURS = ["e4m3fn", "e4m3fnuz"]
@@ -25,7 +25,7 @@ def convert(x, out, KIND: tl.constexpr, FNUZ: tl.constexpr, SIZE: tl.constexpr):
     elif KIND == 2:
         tl.store(out + at, bf16_bits(value))
     else:
-        tl.store(out + at, power_of_two(value, FNUZ))
+        tl.store(out + at, power_of_two(value, 1e-4, FNUZ))
 
 
 def converted(x: torch.Tensor, dtype: torch.dtype, kind: int, fnuz: bool = False) -> torch.Tensor:

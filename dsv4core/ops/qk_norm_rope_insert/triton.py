@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4core.fp8_triton import fp8_codes
 from dsv4core.kvcache import KVCache
-from dsv4core.kvcache.codecs_triton import cache_arguments, fp8_codes, store_row
+from dsv4core.kvcache.codecs_triton import cache_arguments, store_row
 from dsv4core.model.rope_triton import rotated
 
 HEADS = 8
@@ -34,7 +35,7 @@ def qk_norm_rope_insert(
         return out
     arguments = cache_arguments(window)
     blocks = triton.cdiv(padded, HEADS)
-    _kernel[(tokens, blocks + 1)](
+    _insert[(tokens, blocks + 1)](
         q,
         kv,
         positions,
@@ -61,7 +62,7 @@ def qk_norm_rope_insert(
 
 
 @triton.jit
-def _kernel(
+def _insert(
     q,
     kv,
     positions,
@@ -95,7 +96,7 @@ def _kernel(
         slot = tl.load(slots + token, mask=token < stored, other=-1)
         if slot >= 0:
             key = tl.load(kv + token * kv_token + column).to(tl.float32)
-            key = tl.reshape(rotated(key[None, :], rope, position, 1, WIDTH, ROPE), (WIDTH,))
+            key = tl.reshape(rotated(key[None, :], rope, position, 1, 1, WIDTH, ROPE), (WIDTH,))
             store_row(key, slot, pool, page_stride, page_size, scale, FORMAT, FNUZ, WIDTH)
     else:
         head = block * HEADS + tl.arange(0, HEADS)
@@ -103,7 +104,7 @@ def _kernel(
         x = tl.load(q + token * q_token + head[:, None] * q_head + column[None, :], mask=here, other=0.0)
         x = x.to(tl.float32)
         mean = tl.sum(x * x, axis=1) / WIDTH
-        x = rotated(x * tl.rsqrt(mean + eps)[:, None], rope, position, HEADS, WIDTH, ROPE)
+        x = rotated(x * tl.rsqrt(mean + eps)[:, None], rope, position, 1, HEADS, WIDTH, ROPE)
         target = out + (token * padded + head[:, None]) * WIDTH + column[None, :]
         if Q_FP8:
             x = fp8_codes(x * (1.0 / tl.load(q_scale)), Q_FNUZ)

@@ -5,7 +5,15 @@ from dsv4core.ops.sparse_indices.reference import (
     gathered_indices,
     mixed_sparse_indices,
     visible_entries,
+    visible_slots,
     window_slots,
 )
 
-__all__ = ["entry_slots", "gathered_indices", "mixed_sparse_indices", "visible_entries", "window_slots"]
+__all__ = [
+    "entry_slots",
+    "gathered_indices",
+    "mixed_sparse_indices",
+    "visible_entries",
+    "visible_slots",
+    "window_slots",
+]

@@ -67,6 +67,28 @@ def entry_slots(
     return slot_mapping(block_table, requests, torch.where(known, selected, -1).long(), page_size).int()
 
 
+def visible_slots(
+    visible: torch.Tensor,
+    token_to_request: torch.Tensor,
+    block_table: torch.Tensor,
+    page_size: int,
+    width: int,
+) -> torch.Tensor:
+    """Slots of all entries that each query sees, in their order.
+
+    Args:
+        visible: `[tokens]` number of entries, from the front.
+        token_to_request: `[tokens]` row of the block table; out of range gives -1.
+        block_table: `[requests, pages]` int32; a column out of range gives -1.
+        page_size: Entries a page.
+        width: Columns of the result; at least the largest of `visible`.
+
+    Returns:
+        `[tokens, width]` int32.
+    """
+    return entry_slots(visible_entries(visible, width), token_to_request, block_table, page_size)
+
+
 def gathered_indices(
     selected: torch.Tensor | None,
     positions: torch.Tensor,

@@ -1,0 +1,96 @@
+"""FP8 and bf16 in Triton kernels: the arithmetic of `dsv4core.fp8`.
+
+Codes are made and read with integers: sm_80 and sm_86 convert none, and every chip gets the same bytes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@lru_cache
+def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device's matrix units take this FP8 dtype; elsewhere codes are converted beforehand."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is None:
+        return dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) >= (8, 9)
+    chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return (chip, dtype) in {("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)}
+
+
+def stages(device: torch.device, wanted: int) -> int:
+    """Tiles in flight: what is wanted on NVIDIA's chips; 2 on AMD's, whose shared memory has 64 KB."""
+    return 2 if device.type == "cuda" and torch.version.hip is not None else wanted
+
+
+@triton.jit
+def bf16_bits(x):
+    """fp32 rounded to bf16, ties to even, as its bits; NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16)
+
+
+@triton.jit
+def bf16_value(bits):
+    """The fp32 value of bf16 bits."""
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x, AXIS: tl.constexpr):
+    """The largest magnitude along an axis; NaN, which `tl.max` would pass over, if there is one."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two(amax, least, FNUZ: tl.constexpr):
+    """`ceil(log2(max(amax, least) / largest code))`; 128 where `amax` is infinite or NaN."""
+    bits = tl.maximum(amax, least).to(tl.int32, bitcast=True)  # a NaN may become `least` here: see below
+    power: tl.constexpr = 134 if FNUZ else 135  # 448 is 0.875 * 2 ** 9, and 126 is a mantissa's bias
+    exponent = (bits >> 23) - power + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.where(amax < float("inf"), exponent, 128)
+
+
+@triton.jit
+def times_power_of_two(x, exponent):
+    """`x * 2 ** exponent`, exact where the result is a normal number, for exponents of -128 to 254."""
+    half = exponent >> 1
+    first = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    second = ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
+    return x * first * second
+
+
+@triton.jit
+def fp8_codes(x, FNUZ: tl.constexpr):
+    """E4M3 codes of fp32 values, clamped to 448 (FNUZ: 224), ties to even; NaN stays NaN."""
+    largest: tl.constexpr = 224.0 if FNUZ else 448.0
+    bias: tl.constexpr = 8 if FNUZ else 7
+    sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
+    size = tl.minimum(tl.abs(x), largest)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - bias) << 3)
+    # 2 ** 23 has no room for fractions: the sum is rounded, ties to even.
+    unit: tl.constexpr = 2.0 ** (bias + 2)
+    small = (size * unit + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.where(size < 2.0 ** (1 - bias), small, normal)
+    if FNUZ:
+        code = tl.where(code == 0, 0, code | sign.to(tl.int32))
+        return tl.where(x == x, code, 0x80).to(tl.uint8)
+    return tl.where(x == x, code | sign.to(tl.int32), 0x7F | sign.to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+def fp8_values(codes, FNUZ: tl.constexpr):
+    """The fp16 values of E4M3 codes. Their bits, moved to fp16's place, are off by a power of two."""
+    size = (codes & 0x7F).to(tl.uint16)
+    value = (size << 7).to(tl.float16, bitcast=True) * (128.0 if FNUZ else 256.0)
+    value = tl.where((codes & 0x80) != 0, -value, value)
+    nan: tl.constexpr = float("nan")
+    return tl.where(codes == 0x80, nan, value) if FNUZ else tl.where(size == 0x7F, nan, value)

@@ -1,0 +1,73 @@
+"""`inverse_rope_quant` in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4core.fp8_triton import fp8_codes, magnitude, power_of_two, times_power_of_two
+from dsv4core.model.rope_triton import rotated
+from dsv4core.ops.inverse_rope_quant.reference import BLOCK, MIN_AMAX
+
+HEADS = 8
+"""Heads of one program: 4,096 values, 32 a thread."""
+
+
+def inverse_rope_quant(
+    attention: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the definition; the head dimension is a power of two."""
+    tokens, heads, width = attention.shape
+    codes = torch.empty(tokens, heads, width, dtype=torch.float8_e4m3fn, device=attention.device)
+    scale = torch.empty(tokens, heads, width // BLOCK, dtype=torch.float32, device=attention.device)
+    if tokens:
+        _rotate_back[(tokens, triton.cdiv(heads, HEADS))](
+            attention,
+            positions,
+            rope,
+            codes.view(torch.uint8),
+            scale,
+            heads,
+            attention.stride(0),
+            attention.stride(1),
+            MIN_AMAX,
+            HEADS=HEADS,
+            WIDTH=width,
+            ROPE=rope.shape[1],
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return codes, scale
+
+
+@triton.jit
+def _rotate_back(
+    attention,
+    positions,
+    rope,
+    codes,
+    scales,
+    heads,
+    token_stride,
+    head_stride,
+    least,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column, here = tl.arange(0, WIDTH), (head < heads)[:, None]
+    source = attention + token * token_stride + head[:, None] * head_stride + column[None, :]
+    x = tl.load(source, mask=here, other=0.0).to(tl.float32)
+    x = rotated(x, rope, tl.load(positions + token), -1, HEADS, WIDTH, ROPE)
+    blocks = tl.reshape(x, (HEADS, WIDTH // BLOCK, BLOCK))
+    exponent = power_of_two(magnitude(blocks, 2), least, False)
+    quantised = fp8_codes(times_power_of_two(blocks, -exponent[:, :, None]), False)
+    first = token * heads
+    target = (first + head[:, None]) * WIDTH + column[None, :]
+    tl.store(codes + target, tl.reshape(quantised, (HEADS, WIDTH)), mask=here)
+    place = (first + head[:, None]) * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
+    tl.store(scales + place, times_power_of_two(exponent * 0.0 + 1.0, exponent), mask=here)

@@ -1,0 +1,333 @@
+"""Products with weights that stay FP8 in memory.
+
+A few rows are bound by the weights' bytes: codes are converted in registers, and activations stay as they
+are. Many rows are bound by the matrix units: there they are quantised, too, where torch multiplies FP8 in
+blocks, and else the weight is decoded once for all of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4core.api.errors import ConfigError
+from dsv4core.api.layer import Weight
+from dsv4core.fp8_triton import (
+    fp8_codes,
+    fp8_values,
+    magnitude,
+    multiplies_fp8,
+    power_of_two,
+    stages,
+    times_power_of_two,
+)
+
+BLOCK = 128
+"""Rows and columns that share a scale, and values of an activation's row that do."""
+FEW = 128
+"""Most rows of activations for which codes are converted in registers; measured on an H200."""
+STAGES = 3
+"""Tiles of the weight in flight on NVIDIA's chips: 16 KB each."""
+ROW = (16, 512)
+"""Rows and columns of the weight that one program multiplies with a single row at a time."""
+
+
+def prepare_linear(weight: Weight) -> Weight:
+    """Bring a weight into the form that `linear` multiplies with: FP8 as it is, its scales as fp32.
+
+    Raises:
+        ConfigError: Blocks are not of 128 x 128, or a scale is no power of two from 2^-100 to 2^6.
+    """
+    if weight.scale is None:
+        return Weight(weight.data.contiguous())
+    rows, columns = weight.data.shape
+    if weight.block != (BLOCK, BLOCK) or columns % BLOCK or weight.data.dtype != torch.float8_e4m3fn:
+        raise ConfigError(
+            f"A weight of {rows} x {columns} {weight.data.dtype} in blocks of {weight.block} was given, and "
+            f"kernels multiply float8_e4m3fn in blocks of {BLOCK} x {BLOCK}; use backend=reference."
+        )
+    scale = weight.scale.float().contiguous()
+    mantissa, exponent = torch.frexp(scale)
+    if not bool(((mantissa == 0.5) & (exponent > -100) & (exponent <= 7)).all()):
+        raise ConfigError(
+            "A weight has scales that are no powers of two from 2^-100 to 2^6, and kernels multiply with "
+            "those of float8_e8m0fnu; quantise it again."
+        )
+    return Weight(weight.data.contiguous(), scale, weight.block)
+
+
+def linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As the definition, for a weight from this module's `prepare_linear`."""
+    dtype = out_dtype or x.dtype
+    if weight.scale is None:
+        return _plain(x, weight.data, dtype)
+    tokens, rows = x.shape[0], weight.data.shape[0]
+    if tokens == 0:
+        return torch.empty(0, rows, dtype=dtype, device=x.device)
+    if tokens == 1:
+        return _one(x, weight, dtype)
+    if tokens <= FEW or x.dtype == torch.float32:
+        return _few(x, weight, dtype)
+    if _multiplies_blocks(x.device) and x.dtype == torch.bfloat16:
+        return _many_fp8(x, weight).to(dtype)
+    return _plain(x, _decoded(weight, x.dtype), dtype)
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype == weight.dtype == dtype:
+        return torch.nn.functional.linear(x, weight)
+    if x.dtype == weight.dtype and dtype == torch.float32 and x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=dtype)
+    return torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
+
+
+def _one(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A single row: every code is read once and multiplied as fp32."""
+    assert weight.scale is not None
+    rows, columns = weight.data.shape
+    out = torch.empty(1, rows, dtype=dtype, device=x.device)
+    height, width = ROW
+    _times_row[(triton.cdiv(rows, height),)](
+        x,
+        weight.data.view(torch.uint8),
+        weight.scale,
+        out,
+        rows,
+        columns,
+        weight.scale.stride(0),
+        HEIGHT=height,
+        WIDTH=width,
+        BLOCK=BLOCK,
+        NATIVE=multiplies_fp8(x.device, weight.data.dtype),
+        num_warps=2,
+    )
+    return out
+
+
+def _few(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Up to 128 rows. Where the weight has few rows, programs share its columns and their sums are added."""
+    assert weight.scale is not None
+    tokens, (rows, columns) = x.shape[0], weight.data.shape
+    width = min(max(triton.next_power_of_2(tokens), 16), 64)
+    height = 64 if width == 16 else 128
+    tiles = triton.cdiv(rows, height) * triton.cdiv(tokens, width)
+    splits = min(triton.next_power_of_2(triton.cdiv(256, tiles)), 8, columns // BLOCK)
+    part = torch.float32 if splits > 1 else dtype
+    out = torch.empty(splits, tokens, rows, dtype=part, device=x.device)
+    _times_rows[(triton.cdiv(rows, height), triton.cdiv(tokens, width), splits)](
+        x,
+        weight.data.view(torch.uint8),
+        weight.scale,
+        out,
+        tokens,
+        rows,
+        columns,
+        x.stride(0),
+        weight.scale.stride(0),
+        triton.cdiv(columns // BLOCK, splits) * BLOCK,
+        HEIGHT=height,
+        TOKENS=width,
+        BLOCK=BLOCK,
+        PACKED=_converts_packed(x.device) and x.dtype == torch.bfloat16,
+        num_warps=4,
+        num_stages=stages(x.device, STAGES),
+    )
+    return out[0] if splits == 1 else out.sum(0).to(dtype)
+
+
+def _many_fp8(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Activations quantised in blocks of 128 values, then torch's product of both."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    assert weight.scale is not None
+    tokens, columns = x.shape
+    codes = torch.empty(tokens, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(columns // BLOCK, tokens, dtype=torch.float32, device=x.device)
+    _quantise[(tokens, triton.cdiv(columns, 8 * BLOCK))](
+        x,
+        codes.view(torch.uint8),
+        scale,
+        columns,
+        x.stride(0),
+        tokens,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    recipes = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+    product: torch.Tensor = scaled_mm(
+        codes, weight.data.T, scale.T, recipes[0], weight.scale.T, recipes[1], output_dtype=torch.bfloat16
+    )
+    return product
+
+
+def _decoded(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in the activations' dtype, which holds each of its values."""
+    assert weight.scale is not None
+    rows, columns = weight.data.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.data.device)
+    _decode[(triton.cdiv(rows, 16), triton.cdiv(columns, 512))](
+        weight.data.view(torch.uint8),
+        weight.scale,
+        out,
+        rows,
+        columns,
+        weight.scale.stride(0),
+        HEIGHT=16,
+        WIDTH=512,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+@lru_cache
+def _multiplies_blocks(device: torch.device) -> bool:
+    """Whether torch multiplies FP8 with scales of 1 x 128 and 128 x 128 values: cuBLAS does on sm_90."""
+    known = hasattr(torch.nn.functional, "scaled_mm")  # since torch 2.10
+    if device.type != "cuda" or torch.version.hip is not None or not known:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _converts_packed(device: torch.device) -> bool:
+    """Whether the device takes the four instructions of PTX that convert two codes."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+@triton.jit
+def _times_row(
+    x,
+    weight,
+    scales,
+    out,
+    rows,
+    columns,
+    scale_stride,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    scale_row = scales + (tl.program_id(0) * HEIGHT // BLOCK) * scale_stride
+    total = tl.zeros((HEIGHT,), tl.float32)
+    for first in range(0, columns, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        here = (row < rows)[:, None] & (column < columns)[None, :]
+        codes = tl.load(weight + row[:, None].to(tl.int64) * columns + column[None, :], mask=here, other=0)
+        factor = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+        factor *= tl.load(scale_row + column // BLOCK, mask=column < columns, other=0.0)
+        if NATIVE:
+            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            values = fp8_values(codes, False).to(tl.float32)
+        total += tl.sum(values * factor[None, :], axis=1)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def _times_rows(
+    x,
+    weight,
+    scales,
+    out,
+    tokens,
+    rows,
+    columns,
+    x_stride,
+    scale_stride,
+    split,
+    HEIGHT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    begin = tl.program_id(2) * split
+    depth = tl.arange(0, BLOCK)
+    scale_row = scales + (tl.program_id(0) * HEIGHT // BLOCK) * scale_stride
+    codes_of = weight + row[:, None].to(tl.int64) * columns + depth[None, :]
+    values_of = x + token[:, None].to(tl.int64) * x_stride + depth[None, :]
+    total = tl.zeros((TOKENS, HEIGHT), tl.float32)
+    for first in range(begin, tl.minimum(begin + split, columns), BLOCK):
+        codes = tl.load(codes_of + first, mask=(row < rows)[:, None], other=0)
+        values = tl.load(values_of + first, mask=(token < tokens)[:, None], other=0.0)
+        scale = tl.load(scale_row + first // BLOCK)
+        # A power of two times a code is exact in bf16: the product needs no second sum.
+        if PACKED:
+            decoded = _bf16_of_codes(codes) * (scale * 2.0**120).to(tl.bfloat16)
+        else:
+            decoded = (fp8_values(codes, False).to(tl.float32) * scale).to(values.dtype)
+        total = tl.dot(values, tl.trans(decoded), total, input_precision="ieee")
+    target = out + (tl.program_id(2) * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
+    here = (token < tokens)[:, None] & (row < rows)[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _bf16_of_codes(codes):
+    """E4M3 codes as bf16 times 2^-120: their bits, moved to bf16's place, two at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, sign;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        and.b32 sign, low, 0x80008000;
+        and.b32 low, low, 0x7f007f00;
+        shr.b32 low, low, 4;
+        or.b32 $0, low, sign;
+        and.b32 sign, high, 0x80008000;
+        and.b32 high, high, 0x7f007f00;
+        shr.b32 high, high, 4;
+        or.b32 $1, high, sign;
+        }
+        """,
+        "=r,=r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _quantise(x, codes, scales, columns, x_stride, tokens, BLOCK: tl.constexpr):
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * 8
+    block = first + tl.arange(0, 8)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(x + token * x_stride + column, mask=column < columns, other=0.0).to(tl.float32)
+    exponent = power_of_two(magnitude(values, 1), 1e-10, False)
+    quantised = fp8_codes(times_power_of_two(values, -exponent[:, None]), False)
+    tl.store(codes + token * columns + column, quantised, mask=column < columns)
+    scale = times_power_of_two(exponent * 0.0 + 1.0, exponent)
+    tl.store(scales + block * tokens + token, scale, mask=block * BLOCK < columns)
+
+
+@triton.jit
+def _decode(
+    weight,
+    scales,
+    out,
+    rows,
+    columns,
+    scale_stride,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    here = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None].to(tl.int64) * columns + column[None, :]
+    scale = tl.load(
+        scales + (tl.program_id(0) * HEIGHT // BLOCK) * scale_stride + column // BLOCK,
+        mask=column < columns,
+        other=0.0,
+    )
+    decoded = fp8_values(tl.load(weight + place, mask=here, other=0), False).to(tl.float32) * scale[None, :]
+    tl.store(out + place, decoded.to(out.dtype.element_ty), mask=here)

@@ -1,0 +1,78 @@
+"""The attention output rotated back and quantised, code by code; products with weights in FP8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4core import ops
+from dsv4core.api import ConfigError, Weight
+from dsv4core.model.rope import rope_table
+from dsv4core.model.shapes import PRESETS
+from dsv4core.ops.inverse_rope_quant.triton import inverse_rope_quant
+from dsv4core.ops.linear.triton import linear, prepare_linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODEL = PRESETS["v4_flash"]
+ROPE = rope_table(MODEL.compress_rope, 64, 4096, DEVICE)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 11])
+def test_rotated_back_and_quantised(heads: int) -> None:
+    """Blocks of nothing, of tiny and of huge values, and NaN; rows that are apart."""
+    positions = torch.tensor([0, 7, 4095], device=DEVICE)
+    attention = torch.randn(3, heads + 2, 512, device=DEVICE)[:, :heads]
+    attention[0, 0, :128], attention[1, 0, :128] = 0.0, 1e-12
+    attention[1, 0, 128:256], attention[2, 0, 300] = 1e30, float("nan")
+    due, due_scale = ops.inverse_rope_quant(attention, positions, ROPE)
+    found, scale = inverse_rope_quant(attention, positions, ROPE)
+    off = (found.view(torch.uint8) != due.view(torch.uint8)) & ~due.float().isnan()
+    assert int(off.sum()) <= 2, "a value between two codes"
+    assert torch.equal(found.float().isnan(), due.float().isnan())
+    torch.testing.assert_close(scale, due_scale, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_row() -> None:
+    codes, scale = inverse_rope_quant(torch.empty(0, 4, 512, device=DEVICE), torch.empty(0), ROPE)
+    assert codes.shape == (0, 4, 512)
+    assert scale.shape == (0, 4, 4)
+
+
+def weight_of(rows: int, columns: int) -> Weight:
+    """Random codes, each of them somewhere, and scales over many powers of two."""
+    codes = torch.arange(rows * columns, device=DEVICE) * 7 % 254
+    codes = torch.where(codes < 127, codes, codes + 1).to(torch.uint8).view(rows, columns)  # no NaN
+    size = (-(-rows // 128), -(-columns // 128))
+    scale = torch.randint(100, 134, size, device=DEVICE).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return Weight(codes.view(torch.float8_e4m3fn), scale, (128, 128))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 17, 128, 131])
+@pytest.mark.parametrize(("rows", "columns"), [(200, 128), (128, 1152)])
+def test_products(tokens: int, rows: int, columns: int) -> None:
+    """Rows that are apart; more than 128 of them are quantised where torch multiplies FP8."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    weight = weight_of(rows, columns)
+    x = torch.randn(tokens, columns + 5, device=DEVICE).to(dtype)[:, :columns]
+    due = ops.linear(x.float(), ops.prepare_linear(weight))
+    found = linear(x, prepare_linear(weight), torch.float32)
+    assert found.dtype == torch.float32
+    assert found.shape == due.shape
+    tolerance = 4e-2 if tokens > 128 and DEVICE == "cuda" else 1e-5
+    assert float((found - due).norm(dim=-1).sub(due.norm(dim=-1) * tolerance).clamp_min(0).sum()) == 0
+
+
+def test_plain_products() -> None:
+    data = torch.randn(70, 40, device=DEVICE).bfloat16()
+    x = torch.randn(9, 40, device=DEVICE).bfloat16()
+    found = linear(x, prepare_linear(Weight(data)), torch.float32)
+    torch.testing.assert_close(found, x.float() @ data.float().T, rtol=1e-4, atol=1e-4)
+    assert linear(x, prepare_linear(Weight(data))).dtype == torch.bfloat16
+
+
+def test_weights_that_are_refused() -> None:
+    good = weight_of(128, 128)
+    with pytest.raises(ConfigError, match="no powers of two from 2\\^-100 to 2\\^6"):
+        prepare_linear(Weight(good.data, torch.full((1, 1), 0.3), (128, 128)))
+    with pytest.raises(ConfigError, match=r"blocks of \(64, 128\) was given.*use backend=reference"):
+        prepare_linear(Weight(good.data, torch.ones(2, 1), (64, 128)))
