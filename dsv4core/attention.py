@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from dsv4core import ops
+from dsv4core.api.errors import CheckpointError
 from dsv4core.api.kvcache import KVCacheLayout
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerWeights, Weight
 from dsv4core.api.step import Step
@@ -21,6 +24,8 @@ from dsv4core.framework.binding import BoundLayer
 Observe = Callable[[str], AbstractContextManager[Any]]
 """Called with an operation's name around each operation; times it, or does nothing."""
 
+LOGITS = 1 << 26
+"""Scores that an indexer has at a time: 256 MB. A long prefill chooses for its queries in several turns."""
 OPERATIONS = ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj")
 
 
@@ -70,7 +75,7 @@ class DeepseekV4Attention:
         """
         self.bound, self.layer, self.rope = bound, bound.spec, weights.rope
         self.layout, self._observe, self._graph = layout, observe, graph
-        kind = self.layer.kind
+        kind, self._ops = self.layer.kind, _implementation(bound.plan.core_ops)
         self._vectors = {
             name: weight.data for name, weight in weights.tensors.items() if name.endswith(("norm", ".ape"))
         }
@@ -82,7 +87,8 @@ class DeepseekV4Attention:
             from_x["index_entry"] = ["indexer.compressor.wkv", "indexer.compressor.wgate"]
             from_x["index_weights"] = ["indexer.weights_proj"]
             from_latent["index_q"] = ["indexer.wq_b"]
-        self._from_x, self._from_latent = _Products(weights, from_x), _Products(weights, from_latent)
+        self._from_x = _Products(self._ops, weights, from_x)
+        self._from_latent = _Products(self._ops, weights, from_latent)
 
     def forward(
         self,
@@ -118,10 +124,10 @@ class DeepseekV4Attention:
         model, eps = self.layer.model, self.layer.model.rms_norm_eps
         with self._observe("project"):
             parts = self._from_x(x)
-            latent = ops.rms_norm(parts["latent"].to(x.dtype), self._vectors["q_norm"], eps)
+            latent = self._ops.rms_norm(parts["latent"].to(x.dtype), self._vectors["q_norm"], eps)
             parts |= self._from_latent(latent)
             q = parts["q"].to(x.dtype).unflatten(-1, (-1, model.head_dim))
-            kv = ops.rms_norm(parts["kv"].to(x.dtype), self._vectors["kv_norm"], eps)
+            kv = self._ops.rms_norm(parts["kv"].to(x.dtype), self._vectors["kv_norm"], eps)
             if "index_q" not in parts:
                 return Projected(q, kv, parts.get("entry"))
             index_q = parts["index_q"].to(x.dtype).unflatten(-1, (-1, model.index_head_dim))
@@ -133,7 +139,7 @@ class DeepseekV4Attention:
         with self._observe("insert_kv"):
             if self.bound.insert_kv is not None:
                 return self.bound.insert_kv(projected.q, projected.kv, step.positions, caches, step)
-            return ops.qk_norm_rope_insert(
+            q: torch.Tensor = self._ops.qk_norm_rope_insert(
                 projected.q,
                 projected.kv,
                 step.positions,
@@ -144,6 +150,7 @@ class DeepseekV4Attention:
                 self.bound.plan.padded_q_heads,
                 getattr(torch, self.bound.plan.q_dtype),
             )
+            return q
 
     def compress(self, projected: Projected, caches: LayerCaches, step: Step) -> None:
         """Store compressor states and the entries that this step completes, the indexer's included."""
@@ -162,7 +169,7 @@ class DeepseekV4Attention:
         assert state is not None
         assert entries is not None
         prefix = "compressor" if main else "indexer.compressor"
-        ops.compress(
+        self._ops.compress(
             entry,
             self._vectors[f"{prefix}.ape"],
             self._vectors[f"{prefix}.norm"],
@@ -182,33 +189,55 @@ class DeepseekV4Attention:
         with self._observe("indexer"):
             assert kind.ratio is not None
             visible, lengths = (step.positions + 1) // kind.ratio, step.host_lengths
-            short = lengths is not None and kind.visible_entries(max(lengths.total, default=0)) <= k
-            if short and not self._graph:
-                return ops.visible_entries(visible, k)
-            return self._top_k(projected, visible, caches, step)
+            longest = step.limits.max_model_len  # a graph's scores are as wide in every step
+            if lengths is not None and not self._graph:
+                longest = max(lengths.total, default=0)
+            width = kind.visible_entries(longest)
+            if width <= k:  # all entries, whatever their scores
+                chosen: torch.Tensor = self._ops.visible_entries(visible, k)
+                return chosen
+            return self._top_k(projected, visible, width, caches, step)
 
     def _top_k(
-        self, projected: Projected, visible: torch.Tensor, caches: LayerCaches, step: Step
+        self, projected: Projected, visible: torch.Tensor, width: int, caches: LayerCaches, step: Step
     ) -> torch.Tensor:
-        assert projected.index_q is not None
-        assert projected.index_weights is not None
-        assert caches.index is not None
-        bound, k = self.bound, self.layer.model.index_topk
+        """The best entries, for so many queries at a time that their scores have room."""
         dtype = self.layout.index.name.removeprefix("index_")
-        q, weights = ops.index_query(
+        q, weights = self._ops.index_query(
             projected.index_q, projected.index_weights, step.positions, self.rope, dtype
         )
-        rows = (caches.index, step.compressed[self.layer.kind.name], step.token_to_request, visible)
-        if bound.index_logits is None and bound.index_topk is None:
-            return ops.select_entries(q, weights, *rows, k)
-        if bound.index_logits is not None:
-            logits = bound.index_logits(q, weights, caches, step)
-        else:
-            logits = ops.index_logits(q, weights, *rows)
-            if self._graph:  # as wide in every step
-                width = self.layer.kind.visible_entries(step.limits.max_model_len)
-                logits = torch.nn.functional.pad(logits, (0, width - logits.shape[1]), value=float("-inf"))
-        return ops.index_topk(logits, k) if bound.index_topk is None else bound.index_topk(logits, step)
+        tile = max(1, LOGITS // width)
+        chosen = []
+        for begin in range(0, max(1, step.num_tokens), tile):
+            rows = slice(begin, begin + tile)
+            requests = step.token_to_request[rows]
+            logits = self._scores(q[rows], weights[rows], visible[rows], requests, width, caches, step)
+            chosen.append(self._best(logits, visible[rows], step))
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def _scores(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        visible: torch.Tensor,
+        requests: torch.Tensor,
+        width: int,
+        caches: LayerCaches,
+        step: Step,
+    ) -> torch.Tensor:
+        if self.bound.index_logits is not None:
+            return self.bound.index_logits(q, weights, visible, requests, width, caches, step)
+        table = step.compressed[self.layer.kind.name]
+        logits: torch.Tensor = self._ops.index_logits(
+            q, weights, caches.index, table, requests, visible, width
+        )
+        return logits
+
+    def _best(self, logits: torch.Tensor, visible: torch.Tensor, step: Step) -> torch.Tensor:
+        if self.bound.index_topk is not None:
+            return self.bound.index_topk(logits, visible, step)
+        chosen: torch.Tensor = self._ops.index_topk(logits, visible, self.layer.model.index_topk)
+        return chosen
 
     def attend(
         self,
@@ -230,19 +259,68 @@ class DeepseekV4Attention:
             return self.bound.o_proj(attention, step.positions)
 
 
-class _Products:
-    """Weights that multiply the same input, as one: a decode step is bound by the number of products."""
+def _implementation(name: str) -> ModuleType:
+    """The core's operations: the definitions, or their kernels."""
+    return ops if name == "torch" else import_module(f"dsv4core.ops.{name}")
 
-    def __init__(self, weights: LayerWeights, outputs: Mapping[str, Sequence[str]]) -> None:
-        """Stack the rows of the named weights; those of one output lie side by side."""
-        rows = {
-            output: torch.cat([ops.prepare_linear(weights[name]).data for name in names])
-            for output, names in outputs.items()
-        }
-        self._widths = [weight.shape[0] for weight in rows.values()]
-        self._outputs, self._weight = tuple(rows), Weight(torch.cat(list(rows.values())))
+
+FP32 = ("entry", "index_entry")
+"""Outputs that stay fp32: compressors add them up over many steps."""
+
+
+class _Products:
+    """Weights that multiply the same input, as few as can be: a decode step is bound by their number."""
+
+    def __init__(
+        self, operations: ModuleType, weights: LayerWeights, outputs: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Stack the rows of weights of one form; those of one output lie side by side.
+
+        Raises:
+            CheckpointError: Weights of one output have different forms.
+        """
+        self._linear = operations.linear
+        groups: dict[Any, dict[str, list[Weight]]] = {}
+        for output, names in outputs.items():
+            prepared = [operations.prepare_linear(weights[name]) for name in names]
+            forms = {_form(weight) for weight in prepared}
+            if len(forms) > 1:
+                dtypes = ", ".join(str(weight.data.dtype) for weight in prepared)
+                raise CheckpointError(f"{' and '.join(names)} are {dtypes}; store them in one dtype.")
+            groups.setdefault(forms.pop(), {})[output] = prepared
+        self._stacks = [_Stack.of(group) for group in groups.values()]
 
     def __call__(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The products by output, `[tokens, width]` fp32."""
-        products = ops.linear(x, self._weight, torch.float32).split(self._widths, dim=-1)
-        return dict(zip(self._outputs, products, strict=True))
+        """The products by output, `[tokens, width]`."""
+        products: dict[str, torch.Tensor] = {}
+        for stack in self._stacks:
+            dtype = torch.float32 if any(output in FP32 for output in stack.outputs) else x.dtype
+            parts = self._linear(x, stack.weight, dtype).split(stack.widths, dim=-1)
+            products |= zip(stack.outputs, parts, strict=True)
+        return products
+
+
+def _form(weight: Weight) -> tuple[Any, ...]:
+    """What stacked weights have in common. One whose last block is not full is a stack of its own."""
+    if weight.scale is None or weight.block is None:
+        return (weight.data.dtype,)
+    full = weight.data.shape[0] % weight.block[0] == 0
+    return (weight.data.dtype, weight.block, None if full else id(weight))
+
+
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    """Weights as one, and the outputs that its rows give."""
+
+    weight: Weight
+    outputs: tuple[str, ...]
+    widths: list[int]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Sequence[Weight]]) -> _Stack:
+        members = [weight for weights in group.values() for weight in weights]
+        data = torch.cat([weight.data for weight in members])
+        scales = [weight.scale for weight in members if weight.scale is not None]
+        widths = [sum(weight.data.shape[0] for weight in weights) for weights in group.values()]
+        stacked = Weight(data, torch.cat(scales) if scales else None, members[0].block)
+        return cls(stacked, tuple(group), widths)

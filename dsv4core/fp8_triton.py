@@ -28,6 +28,11 @@ def stages(device: torch.device, wanted: int) -> int:
     return 2 if device.type == "cuda" and torch.version.hip is not None else wanted
 
 
+def converts_packed(device: torch.device) -> bool:
+    """Whether the device takes the PTX by which `bf16_of_codes` converts two codes at once."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 @triton.jit
 def bf16_bits(x):
     """fp32 rounded to bf16, ties to even, as its bits; NaN stays NaN."""
@@ -94,3 +99,30 @@ def fp8_values(codes, FNUZ: tl.constexpr):
     value = tl.where((codes & 0x80) != 0, -value, value)
     nan: tl.constexpr = float("nan")
     return tl.where(codes == 0x80, nan, value) if FNUZ else tl.where(size == 0x7F, nan, value)
+
+
+@triton.jit
+def bf16_of_codes(codes):
+    """E4M3 codes as bf16 times 2^-120: their bits, moved to bf16's place, two at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, sign;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        and.b32 sign, low, 0x80008000;
+        and.b32 low, low, 0x7f007f00;
+        shr.b32 low, low, 4;
+        or.b32 $0, low, sign;
+        and.b32 sign, high, 0x80008000;
+        and.b32 high, high, 0x7f007f00;
+        shr.b32 high, high, 4;
+        or.b32 $1, high, sign;
+        }
+        """,
+        "=r,=r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )

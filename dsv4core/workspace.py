@@ -11,6 +11,12 @@ QUERY_TILE = 64
 MOST_SHARED = 4
 """A tile reads at most this many times the rows of one query, else it is halved."""
 
+PROGRAMS = 512
+"""Most programs that share sums of parts: as many as a GPU has processors, or twice that."""
+
+CHUNK = 16384
+"""Scores that one program of the top-k looks at."""
+
 
 def layer_bytes(layer: LayerSpec, limits: Limits) -> int:
     """A bound on what the definitions of a layer's hooks hold at a time besides what they return.
@@ -26,6 +32,30 @@ def layer_bytes(layer: LayerSpec, limits: Limits) -> int:
     width = model.sliding_window + entries
     attention = sparse_mla_bytes(width, layer.num_heads, model.head_dim)
     return max(attention, table_bytes(width, limits.max_tokens), o_proj_bytes(layer, limits.max_tokens))
+
+
+def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
+    """A bound on what the Triton kernels of a layer's hooks hold at a time besides what they return.
+
+    Attention: the slots of entries, and sums of parts. Compressor: pooled rows. Top-k: the best of each
+    chunk, twice. Output projection: heads rotated back, as they are and in FP8; low-rank rows; sums of parts,
+    or weights in two bytes where torch multiplies no FP8.
+
+    Args:
+        layer: The layer.
+        limits: The largest step.
+    """
+    model, tokens = layer.model, limits.max_tokens
+    heads = layer.num_heads * model.head_dim
+    low_rank = layer.num_groups * model.o_lora_rank
+    entries = layer.kind.visible_entries(limits.max_model_len)
+    chosen = min(model.index_topk, entries)
+    attention = 4 * tokens * chosen + 4 * PROGRAMS * 64 * (model.head_dim + 1)
+    narrowed = 2 * 8 * tokens * chosen * -(-entries // CHUNK) if entries > CHUNK else 0
+    parts = 4 * PROGRAMS * 128 * 64
+    weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
+    projection = tokens * (4 * heads + 6 * low_rank + 4 * model.hidden_size) + max(parts, weights)
+    return max(attention, 4 * tokens * model.head_dim, narrowed, projection)
 
 
 def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:

@@ -157,28 +157,46 @@ def dsv4_compress(
 
 @hookspec(firstresult=True)
 def dsv4_index_logits(
-    layer: LayerSpec, state: Any, q: torch.Tensor, weights: torch.Tensor, caches: LayerCaches, step: Step
+    layer: LayerSpec,
+    state: Any,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    visible: torch.Tensor,
+    token_to_request: torch.Tensor,
+    width: int,
+    caches: LayerCaches,
+    step: Step,
 ) -> torch.Tensor:
-    """Score every entry for every query (owned operation `index_logits`).
+    """Score the entries that queries see (owned operation `index_logits`).
+
+    A long prefill comes in several calls, each for `n` of the step's tokens side by side.
 
     Args:
-        q: `[tokens, index_n_heads, index_head_dim]`, rotated and in the index cache's precision.
-        weights: `[tokens, index_n_heads]` fp32, q's scale and both softmax factors folded in.
+        q: `[n, index_n_heads, index_head_dim]`, rotated and in the index cache's precision.
+        weights: `[n, index_n_heads]` fp32, q's scale and both softmax factors folded in.
+        visible: `[n]` int64, entries that a query sees, from the front: at position p `(p + 1) // ratio`.
+        token_to_request: `[n]` int32 rows of the step's block tables.
+        width: No query sees more entries; the same in every step where steps are captured.
 
     Returns:
-        `[tokens, entries]` fp32 by request-local entry number, as many columns as any query sees entries, or
-        more; minus infinity where a query may not look: at position p it sees `(p + 1) // ratio`. Where steps
-        are captured the width is that of `step.limits`.
+        `[n, width]` fp32 by request-local entry number, or more columns. What lies behind a query's entries
+        may be anything: `dsv4_index_topk` does not look there.
     """
 
 
 @hookspec(firstresult=True)
-def dsv4_index_topk(layer: LayerSpec, state: Any, logits: torch.Tensor, step: Step) -> torch.Tensor:
+def dsv4_index_topk(
+    layer: LayerSpec, state: Any, logits: torch.Tensor, visible: torch.Tensor, step: Step
+) -> torch.Tensor:
     """Choose the entries to attend (owned operation `index_topk`).
 
+    Args:
+        logits: `[n, entries]` fp32; behind a query's entries lies anything.
+        visible: `[n]` int64, entries that a query sees, from the front.
+
     Returns:
-        `[tokens, index_topk]` int32 request-local entry numbers, valid ones first, then -1. NaN and minus
-        infinity are never chosen; ties go to the lowest entry.
+        `[n, index_topk]` int32 request-local entry numbers, valid ones first, then -1. NaN and minus infinity
+        are never chosen; ties go to the lowest entry.
     """
 
 

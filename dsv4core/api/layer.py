@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dsv4core.api.kvcache import DTYPE_BYTES
 from dsv4core.api.model import LayerKind, ModelShape
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 OWN_OPS = frozenset({"insert_kv", "compress", "index_logits", "index_topk"})
 """Operations that a backend may take over: each is the optional hook `dsv4_<name>`."""
+CoreOps = Literal["torch", "triton"]
+"""Implementations of the core's operations."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class LayerPlan:
         workspace_bytes: Most bytes of temporary memory a step takes from torch's allocator.
         variant: Kernel variant, for people.
         own_ops: Names from `OWN_OPS` that this backend does itself.
+        core_ops: What the core does the others with, and its projections: `torch` are the definitions,
+            `triton` the kernels of `dsv4core.ops.triton`, which need the package triton and a GPU.
         consumes: Names of weights that the core may free after `dsv4_init_layer_buffers`.
     """
 
@@ -81,6 +85,7 @@ class LayerPlan:
     workspace_bytes: int = 0
     variant: str = ""
     own_ops: frozenset[str] = field(default_factory=frozenset)
+    core_ops: CoreOps = "torch"
     consumes: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -98,6 +103,8 @@ class LayerPlan:
         if unknown:
             known = ", ".join(sorted(OWN_OPS))
             raise ValueError(f"own_ops {unknown} are not known; a backend may own {known}.")
+        if self.core_ops not in get_args(CoreOps):
+            raise ValueError(f"core_ops={self.core_ops!r} of a plan is not known; use torch or triton.")
 
 
 @dataclass(frozen=True, eq=False)

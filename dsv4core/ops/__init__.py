@@ -5,7 +5,7 @@
 """
 
 from dsv4core.ops.compress import compress
-from dsv4core.ops.indexer import index_logits, index_query, index_topk, select_entries
+from dsv4core.ops.indexer import index_logits, index_query, index_topk
 from dsv4core.ops.inverse_rope_quant import inverse_rope_quant
 from dsv4core.ops.linear import linear, prepare_linear
 from dsv4core.ops.norm import rms_norm
@@ -19,9 +19,10 @@ from dsv4core.ops.sparse_indices import (
     visible_slots,
     window_slots,
 )
-from dsv4core.ops.sparse_mla import sparse_mla
+from dsv4core.ops.sparse_mla import Rows, sparse_mla
 
 __all__ = [
+    "Rows",
     "compress",
     "entry_slots",
     "gathered_indices",
@@ -35,7 +36,6 @@ __all__ = [
     "prepare_linear",
     "qk_norm_rope_insert",
     "rms_norm",
-    "select_entries",
     "sparse_mla",
     "visible_entries",
     "visible_slots",

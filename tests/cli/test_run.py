@@ -40,9 +40,9 @@ def dsv4_plan_layer(request, layer):
     return replace(reference.dsv4_plan_layer(request, layer), own_ops=frozenset({"index_topk"}))
 
 @hookimpl
-def dsv4_index_topk(layer, logits):
+def dsv4_index_topk(layer, logits, visible):
     from dsv4core import ops
-    return ops.index_topk(-logits, layer.model.index_topk)
+    return ops.index_topk(-logits, visible, layer.model.index_topk)
 """
 
 

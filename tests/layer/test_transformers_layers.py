@@ -157,4 +157,5 @@ def scores_of(attention, hidden, caches, step):
     )
     table = step.compressed["c4a"]
     visible = (step.positions + 1) // 4
-    return ops.index_logits(q, weights, caches.index, table, step.token_to_request, visible)
+    width = int(visible.max())
+    return ops.index_logits(q, weights, caches.index, table, step.token_to_request, visible, width)

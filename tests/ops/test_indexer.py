@@ -9,7 +9,7 @@ from dsv4core.api import CacheTable, ConfigError
 from dsv4core.kvcache import allocate_cache, cache_layout
 from dsv4core.model.rope import rope_table, rotate
 from dsv4core.model.shapes import PRESETS
-from dsv4core.ops import index_logits, index_query, index_topk, select_entries
+from dsv4core.ops import index_logits, index_query, index_topk
 from dsv4core.ops.indexer import reference
 
 MODEL = PRESETS["v4_flash"]
@@ -31,7 +31,8 @@ NAN, INF = math.nan, math.inf
     ],
 )
 def test_topk_of_a_row(logits, k, expected):
-    found = index_topk(torch.tensor([logits]), k)
+    behind = [INF, NAN, 9.0]
+    found = index_topk(torch.tensor([logits + behind]), torch.tensor([len(logits)]), k)
     assert found.tolist() == [expected]
     assert found.dtype == torch.int32
 
@@ -42,7 +43,7 @@ def test_topk_equals_a_stable_sort(k):
     logits = torch.randint(0, 50, (20, 1000), generator=generator).float()  # many ties
     logits[:, 700:] = torch.where(torch.rand(20, 300, generator=generator) < 0.5, -INF, logits[:, 700:])
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    for row, best, found in zip(logits, order, index_topk(logits, k), strict=True):
+    for row, best, found in zip(logits, order, index_topk(logits, torch.full((20,), 1000), k), strict=True):
         expected = sorted(i for i in best.tolist() if row[i] > -INF)
         assert found[: len(expected)].tolist() == expected
         assert (found[len(expected) :] == -1).all()
@@ -80,7 +81,7 @@ def test_query_scale_floor_and_rounding():
 
 @pytest.mark.parametrize("index_dtype", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("tile", [1 << 24, 300])
-def test_logits_and_selection_against_a_float64_loop(index_dtype, tile, monkeypatch):
+def test_logits_against_a_float64_loop(index_dtype, tile, monkeypatch):
     monkeypatch.setattr(reference, "TILE_SCORES", tile)
     generator = torch.Generator().manual_seed(3)
     keys = allocate_cache(cache_layout(MODEL, "bf16", index_dtype).index, 6, 8)
@@ -91,18 +92,15 @@ def test_logits_and_selection_against_a_float64_loop(index_dtype, tile, monkeypa
     q, weights = torch.randn(5, 4, 128, generator=generator), torch.randn(5, 4, generator=generator)
     rope = rope_table(MODEL.compress_rope, 64, 128)
     q, weights = index_query(q, weights, torch.arange(5), rope, index_dtype)
-    logits = index_logits(q, weights, keys, table, requests, visible)
-    assert logits.shape == (5, 24)
+    logits = index_logits(q, weights, keys, table, requests, visible, 30)
+    assert logits.shape == (5, 30)
     for t in range(5):
         slots = [int(table.block_table[requests[t], e // 8]) * 8 + e % 8 for e in range(visible[t])]
         score = (q[t].double() @ keys.read(torch.tensor(slots, dtype=torch.int64)).double().T).relu()
         torch.testing.assert_close(
             logits[t, : visible[t]].double(), weights[t].double() @ score, atol=1e-4, rtol=1e-5
         )
-        assert (logits[t, visible[t] :] == -INF).all()
-    selected = select_entries(q, weights, keys, table, requests, visible, 6)
-    assert torch.equal(selected, index_topk(logits, 6))
-    assert selected[2].tolist() == [-1] * 6
+    assert index_topk(logits, visible, 6)[2].tolist() == [-1] * 6
 
 
 def test_an_entry_is_visible_only_when_its_group_is_complete():
@@ -113,5 +111,6 @@ def test_an_entry_is_visible_only_when_its_group_is_complete():
     positions = torch.arange(5, 12)
     q, weights = torch.ones(7, 1, 128), torch.ones(7, 1)
     requests = torch.zeros(7, dtype=torch.int32)
-    best = select_entries(q, weights, keys, table, requests, (positions + 1) // 4, 1)
+    visible = (positions + 1) // 4
+    best = index_topk(index_logits(q, weights, keys, table, requests, visible, 3), visible, 1)
     assert best.flatten().tolist() == [0, 0, 1, 1, 1, 1, 2]

@@ -71,18 +71,16 @@ class Capturable(Attention):
         _write(states, step.state[kind.name].slot_mapping, rows)
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        kind, table = layer.kind, step.compressed[layer.kind.name]
-        visible = (step.positions + 1) // kind.ratio
-        lanes = ops.visible_entries(visible, step.limits.max_model_len // kind.ratio)
-        slots = ops.entry_slots(lanes, step.token_to_request, table.block_table, table.page_size)
+    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
+        table = step.compressed[layer.kind.name]
+        slots = ops.visible_slots(visible, token_to_request, table.block_table, table.page_size, width)
         products = torch.einsum("thd,tkd->thk", q.float(), _read(caches.index, slots)).relu()
-        return torch.einsum("th,thk->tk", weights, products).masked_fill(lanes < 0, -math.inf)
+        return torch.einsum("th,thk->tk", weights, products)
 
     @hookimpl
-    def dsv4_index_topk(self, layer, logits):
-        k = layer.model.index_topk
-        known = torch.where(logits > -math.inf, logits, -math.inf)  # not NaN
+    def dsv4_index_topk(self, layer, logits, visible):
+        k, entry = layer.model.index_topk, torch.arange(logits.shape[1], device=logits.device)
+        known = torch.where((logits > -math.inf) & (entry < visible[:, None]), logits, -math.inf)  # not NaN
         known = torch.nn.functional.pad(known, (0, max(0, k - known.shape[1])), value=-math.inf)
         best = known.sort(dim=-1, descending=True, stable=True)
         return torch.where(best.values > -math.inf, best.indices, -1)[:, :k].int()

@@ -77,16 +77,13 @@ class Reference(Hooks):
         ops.compress(projected, ape, norm, state.rope, layer.model.rms_norm_eps, layer.kind, step, *pools)
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        visible = (step.positions + 1) // layer.kind.ratio
+    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
         table = step.compressed[layer.kind.name]
-        scores = ops.index_logits(q, weights, caches.index, table, step.token_to_request, visible)
-        width = step.limits.max_model_len // layer.kind.ratio  # as for a graph
-        return torch.nn.functional.pad(scores, (0, width - scores.shape[1]), value=-math.inf)
+        return ops.index_logits(q, weights, caches.index, table, token_to_request, visible, width)
 
     @hookimpl
-    def dsv4_index_topk(self, layer, logits):
-        return ops.index_topk(logits, layer.model.index_topk)
+    def dsv4_index_topk(self, layer, logits, visible):
+        return ops.index_topk(logits, visible, layer.model.index_topk)
 
 
 class Attention(Reference):
@@ -745,8 +742,8 @@ class WidthOfTheStep(Reference):
     own, capabilities = frozenset({"index_logits", "index_topk"}), frozenset({"graph"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        scores = super().dsv4_index_logits(layer, q, weights, caches, step)
+    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
+        scores = super().dsv4_index_logits(layer, q, weights, visible, token_to_request, width, caches, step)
         return scores[:, : int(step.positions.max() + 1) // layer.kind.ratio]
 
 
@@ -830,35 +827,51 @@ class IndexWithoutRelu(Reference):
     own = frozenset({"index_logits"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        positive = super().dsv4_index_logits(layer, q, weights, caches, step)
+    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
+        positive = super().dsv4_index_logits(
+            layer, q, weights, visible, token_to_request, width, caches, step
+        )
         negated = (-q.float()).to(q.dtype)
-        negative = super().dsv4_index_logits(layer, negated, weights, caches, step)
+        negative = super().dsv4_index_logits(
+            layer, negated, weights, visible, token_to_request, width, caches, step
+        )
         return torch.where(positive.isneginf(), positive, positive - negative)
 
 
-class IndexSeesTheFuture(Reference):
-    check, arguments = "test_index_logits", {"phase": "chunk"}
-    says = "An entry that a query does not see has a score"
+class ScoresOfTheFirstQueries(Reference):
+    """A part of a step's queries is scored as if it were the first one."""
+
+    check, arguments = "test_index_logits_of_some_tokens", {}
+    says = "scores of a query is off"
     own = frozenset({"index_logits"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        scores = super().dsv4_index_logits(layer, q, weights, caches, step)
-        return scores.nan_to_num(neginf=0.0)
+    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
+        own = (step.positions[: len(q)] + 1) // layer.kind.ratio
+        requests = step.token_to_request[: len(q)]
+        return super().dsv4_index_logits(layer, q, weights, own, requests, width, caches, step)
 
 
-class EntryScoredTooEarly(Reference):
-    """An entry is scored one token before it is complete."""
+class ScoresBehindTheEntries(Reference):
+    """What lies behind a query's entries is chosen, too."""
 
-    check, arguments = "test_index_logits", {"phase": "decode"}
-    says = "An entry that a query does not see has a score"
-    own = frozenset({"index_logits"})
+    check, arguments, says = "test_topk", {"k": 128, "entries": 226}, "chooses other entries"
+    own = frozenset({"index_topk"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        early = replace(step, positions=step.positions + 1)
-        return super().dsv4_index_logits(layer, q, weights, caches, early)
+    def dsv4_index_topk(self, layer, logits, visible):
+        return super().dsv4_index_topk(layer, logits, torch.full_like(visible, logits.shape[1]))
+
+
+class EntryChosenTooEarly(Reference):
+    """An entry is seen one token before it is complete."""
+
+    check, arguments, says = "test_topk", {"k": 512, "entries": 512}, "chooses other entries"
+    own = frozenset({"index_topk"})
+
+    @hookimpl
+    def dsv4_index_topk(self, layer, logits, visible, step):
+        return super().dsv4_index_topk(layer, logits, (step.positions + 4) // 4)
 
 
 class AllThatFitUnsorted(Reference):
@@ -868,11 +881,10 @@ class AllThatFitUnsorted(Reference):
     own = frozenset({"index_topk"})
 
     @hookimpl
-    def dsv4_index_topk(self, layer, logits):
-        k = layer.model.index_topk
-        if logits.shape[1] <= k + 1:
+    def dsv4_index_topk(self, layer, logits, visible):
+        if int(visible.max()) <= layer.model.index_topk + 1:
             logits = torch.where(logits > -math.inf, 1.0, -math.inf)
-        return super().dsv4_index_topk(layer, logits)
+        return super().dsv4_index_topk(layer, logits, visible)
 
 
 class TiesToTheHighest(Reference):
@@ -880,9 +892,10 @@ class TiesToTheHighest(Reference):
     own = frozenset({"index_topk"})
 
     @hookimpl
-    def dsv4_index_topk(self, layer, logits):
-        chosen = super().dsv4_index_topk(layer, logits.flip(-1))
-        return torch.where(chosen < 0, chosen, logits.shape[1] - 1 - chosen)
+    def dsv4_index_topk(self, layer, logits, visible):
+        known = logits[:, : int(visible.max())]
+        chosen = super().dsv4_index_topk(layer, known.flip(-1), visible)
+        return torch.where(chosen < 0, chosen, known.shape[1] - 1 - chosen)
 
 
 class NaNIsChosen(Reference):
@@ -890,8 +903,8 @@ class NaNIsChosen(Reference):
     own = frozenset({"index_topk"})
 
     @hookimpl
-    def dsv4_index_topk(self, layer, logits):
-        return super().dsv4_index_topk(layer, logits.nan_to_num(nan=math.inf, neginf=-math.inf))
+    def dsv4_index_topk(self, layer, logits, visible):
+        return super().dsv4_index_topk(layer, logits.nan_to_num(nan=math.inf, neginf=-math.inf), visible)
 
 
 class OnlyTheChunkIsScored(Reference):
@@ -901,8 +914,8 @@ class OnlyTheChunkIsScored(Reference):
     own = frozenset({"index_logits"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, caches, step):
-        scores = super().dsv4_index_logits(layer, q, weights, caches, step)
+    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
+        scores = super().dsv4_index_logits(layer, q, weights, visible, token_to_request, width, caches, step)
         return torch.where(scores.isneginf(), scores, -torch.arange(scores.shape[1]).float())
 
 

@@ -52,8 +52,9 @@ def index_logits(
     table: CacheTable,
     token_to_request: torch.Tensor,
     visible: torch.Tensor,
+    width: int,
 ) -> torch.Tensor:
-    """`sum over heads of weight * relu(q · key)` for every entry that a query may see.
+    """`sum over heads of weight * relu(q · key)` for every entry that a query sees.
 
     Args:
         q: `[tokens, heads, width]`, from `index_query`.
@@ -61,13 +62,14 @@ def index_logits(
         keys: The index cache.
         table: Where its rows lie; only the block table is used.
         token_to_request: `[tokens]` row of the block table.
-        visible: `[tokens]` entries that each query may see, from the front.
+        visible: `[tokens]` entries that each query sees, from the front.
+        width: Columns of the result, at least the largest of `visible`.
 
     Returns:
-        `[tokens, max(visible)]` fp32 by request-local entry number; minus infinity beyond a query's entries.
+        `[tokens, width]` fp32 by request-local entry number; what lies behind a query's entries is not meant
+        to be read.
     """
-    most = int(visible.max()) if visible.numel() else 0
-    logits = torch.full((q.shape[0], most), float("-inf"), device=q.device)
+    logits = torch.full((q.shape[0], width), float("-inf"), device=q.device)
     start = 0
     for request, tokens in _runs(token_to_request):
         rows = slice(start, start + tokens)
@@ -77,9 +79,10 @@ def index_logits(
             continue
         entry = torch.arange(count, device=q.device)
         slots = slot_mapping(table.block_table, torch.full_like(entry, request), entry, table.page_size)
-        score = (q[rows].float() @ keys.read(slots).T).relu_()
-        hidden = entry >= visible[rows, None]
-        logits[rows, :count] = (weights[rows, None] @ score).squeeze(1).masked_fill_(hidden, float("-inf"))
+        read, tile = keys.read(slots).T, max(1, TILE_SCORES // (q.shape[1] * count))
+        for own in torch.arange(rows.start, rows.stop, device=q.device).split(tile):
+            score = (q[own].float() @ read).relu_()
+            logits[own, :count] = (weights[own, None] @ score).squeeze(1)
     return logits
 
 
@@ -89,13 +92,14 @@ def _runs(requests: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def index_topk(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The `k` best entries of each row, exactly; ties go to the lowest entry.
+def index_topk(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """The `k` best of the entries that each query sees, exactly; ties go to the lowest entry.
 
     NaN and minus infinity are never chosen.
 
     Args:
         logits: `[tokens, entries]` fp32.
+        visible: `[tokens]` entries that each query sees, from the front. Behind them lies anything.
         k: Entries to choose.
 
     Returns:
@@ -105,34 +109,12 @@ def index_topk(logits: torch.Tensor, k: int) -> torch.Tensor:
     selected = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
     if entries == 0 or tokens == 0:
         return selected
-    logits = logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    hidden = torch.arange(entries, device=logits.device) >= visible[:, None]
+    logits = logits.masked_fill(hidden | logits.isnan(), float("-inf"))
     threshold = logits.topk(min(k, entries), dim=-1).values[:, -1:]
     above, equal = logits > threshold, logits == threshold
     room = min(k, entries) - above.sum(-1, keepdim=True)
     chosen = (above | (equal & (equal.cumsum(-1) <= room))) & (logits > float("-inf"))
     row, entry = chosen.nonzero(as_tuple=True)
     selected[row, chosen.cumsum(-1)[row, entry] - 1] = entry.int()
-    return selected
-
-
-def select_entries(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    keys: KVCache,
-    table: CacheTable,
-    token_to_request: torch.Tensor,
-    visible: torch.Tensor,
-    k: int,
-) -> torch.Tensor:
-    """`index_topk` of `index_logits`, a tile of queries at a time, so that memory is linear in the context.
-
-    Arguments and result are theirs.
-    """
-    most = int(visible.max()) if visible.numel() else 0
-    tile = max(1, TILE_SCORES // (q.shape[1] * max(1, most)))
-    selected = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
-    for start in range(0, q.shape[0], tile):
-        rows = slice(start, start + tile)
-        logits = index_logits(q[rows], weights[rows], keys, table, token_to_request[rows], visible[rows])
-        selected[rows] = index_topk(logits, k)
     return selected

@@ -41,12 +41,36 @@ def inverse_rope_quant(
     return codes, scale
 
 
+def inverse_rope(attention: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """The heads rotated back, in their dtype and side by side, for products that take no FP8."""
+    tokens, heads, width = attention.shape
+    out = torch.empty(tokens, heads, width, dtype=attention.dtype, device=attention.device)
+    if tokens:
+        _rotate_back[(tokens, triton.cdiv(heads, HEADS))](
+            attention,
+            positions,
+            rope,
+            out,
+            None,
+            heads,
+            attention.stride(0),
+            attention.stride(1),
+            MIN_AMAX,
+            HEADS=HEADS,
+            WIDTH=width,
+            ROPE=rope.shape[1],
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
 @triton.jit
 def _rotate_back(
     attention,
     positions,
     rope,
-    codes,
+    out,
     scales,
     heads,
     token_stride,
@@ -63,11 +87,14 @@ def _rotate_back(
     source = attention + token * token_stride + head[:, None] * head_stride + column[None, :]
     x = tl.load(source, mask=here, other=0.0).to(tl.float32)
     x = rotated(x, rope, tl.load(positions + token), -1, HEADS, WIDTH, ROPE)
-    blocks = tl.reshape(x, (HEADS, WIDTH // BLOCK, BLOCK))
-    exponent = power_of_two(magnitude(blocks, 2), least, False)
-    quantised = fp8_codes(times_power_of_two(blocks, -exponent[:, :, None]), False)
-    first = token * heads
-    target = (first + head[:, None]) * WIDTH + column[None, :]
-    tl.store(codes + target, tl.reshape(quantised, (HEADS, WIDTH)), mask=here)
-    place = (first + head[:, None]) * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
-    tl.store(scales + place, times_power_of_two(exponent * 0.0 + 1.0, exponent), mask=here)
+    row = token * heads + head[:, None]
+    target = out + row * WIDTH + column[None, :]
+    if scales is None:
+        tl.store(target, x.to(out.dtype.element_ty), mask=here)
+    else:
+        blocks = tl.reshape(x, (HEADS, WIDTH // BLOCK, BLOCK))
+        exponent = power_of_two(magnitude(blocks, 2), least, False)
+        quantised = fp8_codes(times_power_of_two(blocks, -exponent[:, :, None]), False)
+        tl.store(target, tl.reshape(quantised, (HEADS, WIDTH)), mask=here)
+        place = row * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
+        tl.store(scales + place, times_power_of_two(exponent * 0.0 + 1.0, exponent), mask=here)

@@ -16,6 +16,8 @@ import triton.language as tl
 from dsv4core.api.errors import ConfigError
 from dsv4core.api.layer import Weight
 from dsv4core.fp8_triton import (
+    bf16_of_codes,
+    converts_packed,
     fp8_codes,
     fp8_values,
     magnitude,
@@ -61,16 +63,45 @@ def prepare_linear(weight: Weight) -> Weight:
 
 def linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """As the definition, for a weight from this module's `prepare_linear`."""
-    dtype = out_dtype or x.dtype
+    return grouped_linear(x, weight, 1, out_dtype)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: Weight, groups: int, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Multiply each group's columns of `x` with its rows of the weight.
+
+    Args:
+        x: `[tokens, groups * in]`.
+        weight: From `prepare_linear`, `[groups * out, in]`, `out` a multiple of 128 where there are several.
+        groups: How many there are.
+        out_dtype: Dtype of the result; that of `x` if None.
+
+    Returns:
+        `[tokens, groups * out]`.
+    """
+    dtype, tokens = out_dtype or x.dtype, x.shape[0]
+    if tokens == 0:
+        return torch.empty(0, weight.data.shape[0], dtype=dtype, device=x.device)
+    if weight.scale is not None and tokens == 1:
+        return _one(x, weight, groups, dtype)
+    if weight.scale is not None and (tokens <= FEW or x.dtype == torch.float32):
+        return _few(x, weight, groups, dtype)
+    parts = zip(x.chunk(groups, dim=1), _chunks(weight, groups), strict=True)
+    products = [_many(own, part, dtype) for own, part in parts]
+    return products[0] if groups == 1 else torch.cat(products, dim=1)
+
+
+def _chunks(weight: Weight, groups: int) -> list[Weight]:
+    """The weight of each group."""
+    scales = [None] * groups if weight.scale is None else weight.scale.chunk(groups)
+    pairs = zip(weight.data.chunk(groups), scales, strict=True)
+    return [Weight(data, scale, weight.block) for data, scale in pairs]
+
+
+def _many(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     if weight.scale is None:
         return _plain(x, weight.data, dtype)
-    tokens, rows = x.shape[0], weight.data.shape[0]
-    if tokens == 0:
-        return torch.empty(0, rows, dtype=dtype, device=x.device)
-    if tokens == 1:
-        return _one(x, weight, dtype)
-    if tokens <= FEW or x.dtype == torch.float32:
-        return _few(x, weight, dtype)
     if _multiplies_blocks(x.device) and x.dtype == torch.bfloat16:
         return _many_fp8(x, weight).to(dtype)
     return _plain(x, _decoded(weight, x.dtype), dtype)
@@ -84,7 +115,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.T
     return torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
 
 
-def _one(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+def _one(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """A single row: every code is read once and multiplied as fp32."""
     assert weight.scale is not None
     rows, columns = weight.data.shape
@@ -97,6 +128,7 @@ def _one(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         out,
         rows,
         columns,
+        rows // groups,
         weight.scale.stride(0),
         HEIGHT=height,
         WIDTH=width,
@@ -107,7 +139,7 @@ def _one(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def _few(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """Up to 128 rows. Where the weight has few rows, programs share its columns and their sums are added."""
     assert weight.scale is not None
     tokens, (rows, columns) = x.shape[0], weight.data.shape
@@ -125,13 +157,14 @@ def _few(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         tokens,
         rows,
         columns,
+        rows // groups,
         x.stride(0),
         weight.scale.stride(0),
         triton.cdiv(columns // BLOCK, splits) * BLOCK,
         HEIGHT=height,
         TOKENS=width,
         BLOCK=BLOCK,
-        PACKED=_converts_packed(x.device) and x.dtype == torch.bfloat16,
+        PACKED=converts_packed(x.device) and x.dtype == torch.bfloat16,
         num_warps=4,
         num_stages=stages(x.device, STAGES),
     )
@@ -192,11 +225,6 @@ def _multiplies_blocks(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _converts_packed(device: torch.device) -> bool:
-    """Whether the device takes the four instructions of PTX that convert two codes."""
-    return device.type == "cuda" and torch.version.hip is None
-
-
 @triton.jit
 def _times_row(
     x,
@@ -205,6 +233,7 @@ def _times_row(
     out,
     rows,
     columns,
+    group,
     scale_stride,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -213,6 +242,7 @@ def _times_row(
 ):
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     scale_row = scales + (tl.program_id(0) * HEIGHT // BLOCK) * scale_stride
+    x += tl.program_id(0) * HEIGHT // group * columns
     total = tl.zeros((HEIGHT,), tl.float32)
     for first in range(0, columns, WIDTH):
         column = first + tl.arange(0, WIDTH)
@@ -237,6 +267,7 @@ def _times_rows(
     tokens,
     rows,
     columns,
+    group,
     x_stride,
     scale_stride,
     split,
@@ -252,6 +283,7 @@ def _times_rows(
     scale_row = scales + (tl.program_id(0) * HEIGHT // BLOCK) * scale_stride
     codes_of = weight + row[:, None].to(tl.int64) * columns + depth[None, :]
     values_of = x + token[:, None].to(tl.int64) * x_stride + depth[None, :]
+    values_of += tl.program_id(0) * HEIGHT // group * columns
     total = tl.zeros((TOKENS, HEIGHT), tl.float32)
     for first in range(begin, tl.minimum(begin + split, columns), BLOCK):
         codes = tl.load(codes_of + first, mask=(row < rows)[:, None], other=0)
@@ -259,40 +291,13 @@ def _times_rows(
         scale = tl.load(scale_row + first // BLOCK)
         # A power of two times a code is exact in bf16: the product needs no second sum.
         if PACKED:
-            decoded = _bf16_of_codes(codes) * (scale * 2.0**120).to(tl.bfloat16)
+            decoded = bf16_of_codes(codes) * (scale * 2.0**120).to(tl.bfloat16)
         else:
             decoded = (fp8_values(codes, False).to(tl.float32) * scale).to(values.dtype)
         total = tl.dot(values, tl.trans(decoded), total, input_precision="ieee")
     target = out + (tl.program_id(2) * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
     here = (token < tokens)[:, None] & (row < rows)[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _bf16_of_codes(codes):
-    """E4M3 codes as bf16 times 2^-120: their bits, moved to bf16's place, two at a time."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, sign;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        and.b32 sign, low, 0x80008000;
-        and.b32 low, low, 0x7f007f00;
-        shr.b32 low, low, 4;
-        or.b32 $0, low, sign;
-        and.b32 sign, high, 0x80008000;
-        and.b32 high, high, 0x7f007f00;
-        shr.b32 high, high, 4;
-        or.b32 $1, high, sign;
-        }
-        """,
-        "=r,=r,r",
-        [codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dsv4core.kvcache import KVCache
 from dsv4core.workspace import MOST_SHARED, QUERY_TILE
 
-Rows = tuple[KVCache, torch.Tensor]
+
+class Rows(NamedTuple):
+    """Rows of one pool that queries attend.
+
+    Attributes:
+        cache: The pool.
+        slots: `[tokens, k]` int32; negative is nothing, wherever it stands. One named twice counts twice.
+        lengths: `[tokens]`: columns from the front that count; None if all do.
+    """
+
+    cache: KVCache
+    slots: torch.Tensor
+    lengths: torch.Tensor | None = None
+
+    @property
+    def named(self) -> torch.Tensor:
+        """The slots, -1 behind the length."""
+        if self.lengths is None:
+            return self.slots
+        column = torch.arange(self.slots.shape[1], device=self.slots.device)
+        return torch.where(column < self.lengths[:, None], self.slots, -1)
+
+
+Pool = tuple[KVCache, torch.Tensor]
 
 
 def sparse_mla(
     q: torch.Tensor,
-    pools: Sequence[Rows],
+    pools: Sequence[Rows | Pool],
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
     want_lse: bool = False,
@@ -27,8 +51,7 @@ def sparse_mla(
 
     Args:
         q: `[tokens, heads, head_dim]`.
-        pools: Caches, each with the slots `[tokens, k]` that a query reads; negative is nothing, wherever it
-            stands. A slot that is named twice counts twice.
+        pools: The rows of each pool; a pair is a pool and its slots.
         softmax_scale: Factor of the scores.
         sinks: `[heads]` fp32, minus infinity for none; None leaves the sink out.
         want_lse: Whether to return the log-sum-exp, too.
@@ -40,9 +63,10 @@ def sparse_mla(
     out = torch.empty(q.shape, dtype=torch.bfloat16 if q.itemsize == 1 else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if want_lse else None
     tiles = [(start, min(start + QUERY_TILE, q.shape[0])) for start in range(0, q.shape[0], QUERY_TILE)]
+    named = [(rows.cache, rows.named) for rows in (Rows(*own) for own in pools)]
     while tiles:
         start, end = tiles.pop()
-        tile = _read_tile([(cache, slots[start:end]) for cache, slots in pools])
+        tile = _read_tile([(cache, slots[start:end]) for cache, slots in named])
         if tile is None:
             middle = (start + end) // 2
             tiles += [(start, middle), (middle, end)]
@@ -54,7 +78,7 @@ def sparse_mla(
     return out, lse
 
 
-def _read_tile(pools: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _read_tile(pools: Sequence[Pool]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The rows that a tile of queries names, read once, and how often each query names each.
 
     Returns:

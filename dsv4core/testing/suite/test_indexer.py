@@ -44,17 +44,18 @@ def queried(ledger: Ledger, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
 def logits(ledger: Ledger, q: torch.Tensor, weights: torch.Tensor, step: Step) -> torch.Tensor:
     """Scores of all entries for all queries."""
     own, keys, kind = ledger.attention.bound.index_logits, ledger.caches.index, ledger.case.kind
-    if own is not None:
-        found: torch.Tensor = own(q, weights, ledger.caches, step)
-        return found
     assert keys is not None
     assert kind.ratio is not None
-    visible = (step.positions + 1) // kind.ratio
-    return ops.index_logits(q, weights, keys, step.compressed[kind.name], step.token_to_request, visible)
+    visible, requests = (step.positions + 1) // kind.ratio, step.token_to_request
+    width = kind.visible_entries(step.limits.max_model_len)
+    if own is not None:
+        found: torch.Tensor = own(q, weights, visible, requests, width, ledger.caches, step)
+        return found
+    return ops.index_logits(q, weights, keys, step.compressed[kind.name], requests, visible, width)
 
 
 def assert_logits(found: torch.Tensor, ledger: Ledger, step: Step) -> None:
-    """Check scores against the definition, minus infinity behind each query's entries included."""
+    """Check scores against the definition, those that a query sees."""
     keys = ledger.caches.index
     assert keys is not None
     scores = oracle.entry_scores(*queried(ledger, step), keys, step, ledger.case.kind)
@@ -62,13 +63,11 @@ def assert_logits(found: torch.Tensor, ledger: Ledger, step: Step) -> None:
     assert found.dtype == torch.float32, f"Scores are {found.dtype}, and float32 is due."
     assert found.shape[0] == len(scores), f"Scores have {found.shape[0]} rows for {len(scores)} queries."
     assert found.shape[1] >= most, f"A query sees {most} entries, and {found.shape[1]} have scores."
-    due = torch.full(found.shape, -INF, dtype=torch.float64)
-    for row, own in zip(due, scores, strict=True):
-        row[: len(own)] = own
-    hidden, found = torch.isneginf(due), found.cpu()
-    assert bool(torch.isneginf(found[hidden]).all()), "An entry that a query does not see has a score."
-    rows = (found.masked_fill(hidden, 0), due.masked_fill(hidden, 0))
-    assert_rows(*rows, INDEX_LOGITS, "scores of a query", step)
+    due = torch.zeros(found.shape, dtype=torch.float64)
+    seen = torch.zeros(found.shape, dtype=torch.bool)
+    for number, own in enumerate(scores):
+        due[number, : len(own)], seen[number, : len(own)] = own, True
+    assert_rows(torch.where(seen, found.cpu(), 0.0), due, INDEX_LOGITS, "scores of a query", step)
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -95,10 +94,30 @@ def run(ledger: Ledger, computed: tuple[int, ...], query: tuple[int, ...]) -> St
 @check("L3", core=True, owned=("index_logits",), reports=("vllm#40991", "vllm-deepseek-v4-sm89#51"))
 @pytest.mark.parametrize("phase", STEPS)
 def test_index_logits(dsv4: Subject, phase: str) -> None:
-    """Weighted sums of clipped products for every entry that a query sees, minus infinity behind them."""
+    """Weighted sums of clipped products for every entry that a query sees."""
     ledger = Ledger(dsv4, case())
     step = run(ledger, *STEPS[phase])
     assert_logits(logits(ledger, *queried(ledger, step), step), ledger, step)
+
+
+@check("L3", owned=("index_logits",))
+def test_index_logits_of_some_tokens(dsv4: Subject) -> None:
+    """A part of a step's queries: those of the second request, and some of the first one's."""
+    ledger = Ledger(dsv4, case())
+    step = run(ledger, *STEPS["chunk"])
+    q, weights = queried(ledger, step)
+    rows = slice(40, 71)
+    assert ledger.case.kind.ratio is not None
+    visible = ((step.positions + 1) // ledger.case.kind.ratio)[rows]
+    own = ledger.attention.bound.index_logits
+    assert own is not None
+    requests, width = step.token_to_request[rows], int(visible.max())
+    part = own(q[rows], weights[rows], visible, requests, width, ledger.caches, step)
+    found = torch.zeros(step.num_tokens, part.shape[1], device=part.device)
+    found[rows] = part
+    scores = logits(ledger, q, weights, step)
+    scores[rows, : part.shape[1]] = part
+    assert_logits(scores, ledger, step)
 
 
 @check("L3", owned=("index_logits",), reports=("vllm#40991", "vllm#55526"))
@@ -131,7 +150,10 @@ def test_index_logits_beyond_two_gib(dsv4: Subject) -> None:
 @check("L3", core=True, owned=("index_topk",), reports=("vllm#49896", "vllm#53257", "vllm#52109"))
 @pytest.mark.parametrize(("k", "entries"), [(128, 226), (512, 511), (512, 512), (512, 513), (1024, 1025)])
 def test_topk(dsv4: Subject, k: int, entries: int) -> None:
-    """Exact: ties go to the lowest entry, NaN and minus infinity are never chosen, -1 fills the rest."""
+    """Exact: ties go to the lowest entry, NaN and minus infinity are never chosen, -1 fills the rest.
+
+    What lies behind a query's entries is the best of all, and not its.
+    """
     limits = Limits(max_tokens=9, max_requests=3, max_model_len=4 * entries + 3, max_query_len=3)
     stack = backend_stack(dsv4, case(index_topk=k, limits=limits))
     step = stack.plan((4 * entries,) * 3, (3, 3, 3))  # each of them sees all entries, and no more
@@ -143,8 +165,10 @@ def test_topk(dsv4: Subject, k: int, entries: int) -> None:
     rows[5, 5:] = -INF
     rows[6] = -INF
     rows[7, 17] = INF
-    own, device_rows = stack.layers[0].attention.bound.index_topk, rows.to(dsv4.device)
-    found = (ops.index_topk(device_rows, k) if own is None else own(device_rows, step)).cpu()
+    own, wide = stack.layers[0].attention.bound.index_topk, torch.full((9, entries + 7), INF)
+    wide[:, :entries] = rows
+    wide, visible = wide.to(dsv4.device), (step.positions + 1) // 4
+    found = (ops.index_topk(wide, visible, k) if own is None else own(wide, visible, step)).cpu()
     assert found.dtype == torch.int32, f"Chosen entries are {found.dtype}, and int32 is due."
     assert tuple(found.shape) == (9, k), f"The table is {list(found.shape)}, and {[9, k]} is due."
     for row, scores in enumerate(rows):

@@ -1,0 +1,205 @@
+"""`backend=triton`: the core's own kernels, on any GPU that Triton compiles for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsv4core.api import (
+    API_VERSION,
+    OWN_OPS,
+    AttentionOutput,
+    BackendInfo,
+    BackendOptions,
+    KVCacheLayout,
+    LayerCaches,
+    LayerKind,
+    LayerPlan,
+    LayerSpec,
+    LayerWeights,
+    Reason,
+    Request,
+    Requirement,
+    Step,
+    hookimpl,
+)
+from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
+from dsv4core.workspace import kernel_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+KV_FORMATS = ("fp8_ds_mla", "bf16", "fp8_e4m3")
+INDEX_FORMATS = ("fp8", "bf16", "fp32")
+MOST_CHOSEN = 8192
+GPUS = ("cuda", "rocm")
+
+
+@dataclass
+class TritonOptions(BackendOptions):
+    """There is nothing to choose."""
+
+    name: str = "triton"
+
+
+@hookimpl
+def dsv4_backend_info() -> BackendInfo:
+    """Describe the backend. Where Triton's interpreter runs, for tests, a CPU will do."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return BackendInfo(
+        api=API_VERSION,
+        options=TritonOptions,
+        platforms=(*GPUS, "cpu") if interpreted else GPUS,
+        summary="Triton kernels for any GPU, rows read in place",
+        requirements=(Requirement("triton", "triton", "pip install 'dsv4core[triton]'", ">=3.6"),),
+        capabilities=frozenset(
+            {
+                *("kernel-seam", "lse", "defer-sink", "multi-token-decode", "strided-pages"),
+                *("tensor-parallel", "graph"),
+            }
+        ),
+    )
+
+
+@hookimpl
+def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
+    """Contexts over ranks, and sizes that are no powers of two."""
+    return list(_reasons(request))
+
+
+def _reasons(request: Request) -> Iterator[Reason]:
+    if request.context_parallel > 1:
+        text = f"context_parallel={request.context_parallel}, and its kernels read the whole context."
+        yield Reason("parallel", text, "Set context_parallel=1.")
+    model = request.model
+    sizes = {name: getattr(model, name) for name in ("head_dim", "index_head_dim", "index_n_heads")}
+    sizes |= {f"rows of a group of {kind.name}": kind.state_window for kind in model.kinds if kind.ratio}
+    for name, size in sizes.items():
+        if size & (size - 1):
+            code = "head-dim" if name == "head_dim" else "model"
+            yield Reason(
+                code, f"{name} is {size}, and its kernels take powers of two.", "Use backend=reference."
+            )
+    if model.index_topk > MOST_CHOSEN:
+        text = f"index_topk is {model.index_topk}, and its kernel chooses {MOST_CHOSEN} at most."
+        yield Reason("model", text, "Use backend=reference.")
+
+
+@hookimpl
+def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
+    """All formats but fp32; `auto` is the packed one."""
+    kv = resolve_dtype("kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_DTYPES, KV_FORMATS, "triton")
+    index = resolve_dtype("index_dtype", request.index_dtype, INDEX_DTYPES, INDEX_FORMATS, "triton")
+    return cache_layout(request.model, kv, index)
+
+
+@hookimpl
+def dsv4_plan_layer(request: Request, layer: LayerSpec) -> LayerPlan:
+    """Any number of heads without padding, and all operations its own."""
+    return LayerPlan(
+        padded_q_heads=layer.num_heads,
+        q_dtype=request.dtype,
+        workspace_bytes=kernel_bytes(layer, request.limits),
+        variant="triton",
+        own_ops=OWN_OPS,
+        core_ops="triton",
+        consumes=frozenset({"wo_a", "wo_b"}),
+    )
+
+
+@hookimpl
+def dsv4_init_layer_buffers(layer: LayerSpec, weights: LayerWeights) -> Any:
+    """Keep the output projection in FP8, the sinks and the compressors' vectors."""
+    from dsv4core.backends.triton_layer import TritonLayer
+
+    return TritonLayer(layer, weights)
+
+
+@hookimpl
+def dsv4_init_step_buffers(request: Request, kind: LayerKind) -> Any:
+    """An empty holder of the step's index tables."""
+    from dsv4core.backends.triton_layer import TritonStep
+
+    return TritonStep(kind, request.model.sliding_window, request.graph)
+
+
+@hookimpl
+def dsv4_plan_step(kind_state: Any, step: Step) -> None:
+    """Make the window's table, and that of all entries where the kind attends all."""
+    kind_state.plan(step)
+
+
+@hookimpl
+def dsv4_insert_kv(
+    state: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, caches: LayerCaches, step: Step
+) -> torch.Tensor:
+    """One kernel for queries and keys."""
+    inserted: torch.Tensor = state.insert_kv(q, kv, positions, caches, step)
+    return inserted
+
+
+@hookimpl
+def dsv4_compress(
+    state: Any,
+    projected: torch.Tensor,
+    caches: LayerCaches,
+    step: Step,
+    target: Literal["compressed", "index"],
+) -> None:
+    """Two kernels: pool, then store."""
+    state.compress(projected, caches, step, target)
+
+
+@hookimpl
+def dsv4_index_logits(
+    state: Any,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    visible: torch.Tensor,
+    token_to_request: torch.Tensor,
+    width: int,
+    caches: LayerCaches,
+    step: Step,
+) -> torch.Tensor:
+    """Keys are read in place."""
+    scores: torch.Tensor = state.index_logits(q, weights, visible, token_to_request, width, caches, step)
+    return scores
+
+
+@hookimpl
+def dsv4_index_topk(state: Any, logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Exact, in ascending order."""
+    chosen: torch.Tensor = state.index_topk(logits, visible)
+    return chosen
+
+
+@hookimpl
+def dsv4_forward_mqa(
+    state: Any,
+    q: torch.Tensor,
+    caches: LayerCaches,
+    selected: torch.Tensor | None,
+    step: Step,
+    kind_state: Any,
+    want_lse: bool,
+    apply_sink: bool,
+) -> AttentionOutput:
+    """Attend over rows in place; a buffer of its own is returned."""
+    output: AttentionOutput = state.forward_mqa(q, caches, selected, step, kind_state, want_lse, apply_sink)
+    return output
+
+
+@hookimpl
+def dsv4_o_proj(state: Any, attention: AttentionOutput, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate back and project, with weights that stay FP8."""
+    result: torch.Tensor = state.o_proj(attention.data, positions)
+    return result
+
+
+@hookimpl
+def dsv4_describe(state: Any) -> dict[str, Any]:
+    """Kernel, versions and prepared weights."""
+    description: dict[str, Any] = state.describe()
+    return description

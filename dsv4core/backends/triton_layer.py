@@ -1,0 +1,143 @@
+"""What the Triton backend keeps for a layer, and for a step of all layers of one kind."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import triton
+
+from dsv4core.api.errors import DSV4Error
+from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
+from dsv4core.api.model import LayerKind
+from dsv4core.api.step import Step
+from dsv4core.ops import triton as kernels
+from dsv4core.ops.sparse_mla import Rows
+
+
+class TritonStep:
+    """Index tables that all layers of one kind share within a step."""
+
+    def __init__(self, kind: LayerKind, window: int, graph: bool) -> None:
+        self.kind, self._window, self._graph = kind, window, graph
+        self.window: torch.Tensor
+        self.entries: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def plan(self, step: Step) -> None:
+        """Make the window's table, and that of all visible entries where the kind attends all."""
+        table = step.window
+        self.window = kernels.window_slots(
+            step.positions, step.token_to_request, table.block_table, table.page_size, self._window
+        )
+        if self.kind.select == "all":
+            assert self.kind.ratio is not None
+            table = step.compressed[self.kind.name]
+            visible = (step.positions + 1) // self.kind.ratio
+            slots = kernels.visible_slots(
+                visible, step.token_to_request, table.block_table, table.page_size, self._entries(step)
+            )
+            self.entries = slots, visible
+
+    def _entries(self, step: Step) -> int:
+        """Columns for all entries: the step's where its lengths are known, and no graph has to last."""
+        longest = step.limits.max_model_len
+        if step.host_lengths is not None and not self._graph:
+            longest = max(step.host_lengths.total, default=0)
+        return self.kind.visible_entries(longest)
+
+
+class TritonLayer:
+    """One layer's prepared weights."""
+
+    def __init__(self, layer: LayerSpec, weights: LayerWeights) -> None:
+        self.layer, self.rope = layer, weights.rope
+        self.sinks = weights["attn_sink"].data.float()
+        self.projections = tuple(
+            kernels.prepare_linear(weights[name]) for name in ("wo_a", "wo_b") if name in weights.tensors
+        )
+        self._compressors = {
+            target: (weights[f"{prefix}.ape"].data.float(), weights[f"{prefix}.norm"].data)
+            for target, prefix in (("compressed", "compressor"), ("index", "indexer.compressor"))
+            if f"{prefix}.ape" in weights.tensors
+        }
+
+    def insert_kv(
+        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, caches: LayerCaches, step: Step
+    ) -> torch.Tensor:
+        """Queries normalised and rotated, keys stored."""
+        slots, eps = step.window.slot_mapping, self.layer.model.rms_norm_eps
+        return kernels.qk_norm_rope_insert(q, kv, positions, self.rope, caches.window, slots, eps)
+
+    def compress(
+        self,
+        projected: torch.Tensor,
+        caches: LayerCaches,
+        step: Step,
+        target: Literal["compressed", "index"],
+    ) -> None:
+        """Entries that the step completes, and its states."""
+        main = target == "compressed"
+        state, entries = (caches.state, caches.compressed) if main else (caches.index_state, caches.index)
+        assert state is not None
+        assert entries is not None
+        eps, kind = self.layer.model.rms_norm_eps, self.layer.kind
+        kernels.compress(projected, *self._compressors[target], self.rope, eps, kind, step, state, entries)
+
+    def index_logits(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        visible: torch.Tensor,
+        token_to_request: torch.Tensor,
+        width: int,
+        caches: LayerCaches,
+        step: Step,
+    ) -> torch.Tensor:
+        """Scores of all entries that queries see."""
+        assert caches.index is not None
+        table = step.compressed[self.layer.kind.name]
+        return kernels.index_logits(q, weights, caches.index, table, token_to_request, visible, width)
+
+    def index_topk(self, logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """The best of them."""
+        return kernels.index_topk(logits, visible, self.layer.model.index_topk)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        selected: torch.Tensor | None,
+        step: Step,
+        kind_state: TritonStep,
+        want_lse: bool,
+        apply_sink: bool,
+    ) -> AttentionOutput:
+        """Attend over the window and the selected entries, or all of them."""
+        pools = [Rows(caches.window, kind_state.window)]
+        if caches.compressed is not None and selected is not None:
+            table = step.compressed[self.layer.kind.name]
+            slots = kernels.entry_slots(selected, step.token_to_request, table.block_table, table.page_size)
+            pools.append(Rows(caches.compressed, slots))
+        elif caches.compressed is not None and kind_state.entries is not None:
+            pools.append(Rows(caches.compressed, *kind_state.entries))
+        sinks = self.sinks if apply_sink else None
+        return AttentionOutput(*kernels.sparse_mla(q, pools, self.layer.model.softmax_scale, sinks, want_lse))
+
+    def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate back and project to `[tokens, hidden_size]`.
+
+        Raises:
+            DSV4Error: The host kept the output projection's weights to itself.
+        """
+        if len(self.projections) != 2:
+            raise DSV4Error(
+                f"{self.layer.name} was asked for its output projection and was built without wo_a and wo_b; "
+                "pass them with its weights, or project in the host."
+            )
+        return kernels.o_proj(attention, positions, self.rope, *self.projections, self.layer.num_groups)
+
+    def describe(self) -> dict[str, Any]:
+        """Kernel, versions of Triton and torch, and the bytes of the prepared weights."""
+        prepared = sum(weight.nbytes for weight in self.projections)
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        return {"kernel": "triton", **versions, "prepared_bytes": prepared}

@@ -1,0 +1,22 @@
+"""The output projection with FP8 weights: heads rotated back, then each group's product, then that of all."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4core.api.layer import Weight
+from dsv4core.ops.inverse_rope_quant.triton import inverse_rope
+from dsv4core.ops.linear.triton import grouped_linear, linear
+
+
+def o_proj(
+    attention: torch.Tensor,
+    positions: torch.Tensor,
+    rope: torch.Tensor,
+    wo_a: Weight,
+    wo_b: Weight,
+    groups: int,
+) -> torch.Tensor:
+    """As the definition, for weights from the kernels' `prepare_linear`."""
+    rotated = inverse_rope(attention, positions, rope).flatten(1)
+    return linear(grouped_linear(rotated, wo_a, groups), wo_b)

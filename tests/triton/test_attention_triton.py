@@ -1,0 +1,111 @@
+"""Attention over rows in place, held to the definition on the same bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dsv4core import ops
+from dsv4core.kvcache import KVCache, allocate_cache, cache_layout, with_fp8_flavour
+from dsv4core.model.shapes import PRESETS
+from dsv4core.ops.sparse_mla import Rows
+from dsv4core.ops.sparse_mla import triton as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODEL = PRESETS["v4_flash"]
+SCALE = 512**-0.5
+FORMATS = ["fp8_ds_mla", "bf16", "fp8_e4m3", "fp32"]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def pool(name: str, page_size: int, flavour: str = "e4m3fn") -> KVCache:
+    """Strided pages of random rows; NaN between them, and in the last page."""
+    format = with_fp8_flavour(cache_layout(MODEL, name, "fp8").window, flavour)
+    stride = format.page_bytes(page_size) + format.page_alignment
+    pages = 130 // page_size + 2
+    cache = allocate_cache(format, pages, page_size, DEVICE, page_stride_bytes=stride)
+    torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(cache.pool.untyped_storage()).fill_(0xFF)
+    slots = torch.arange((pages - 1) * page_size, device=DEVICE)
+    cache.write(
+        slots, torch.randn(len(slots), 512, device=DEVICE) * torch.rand(len(slots), 1, device=DEVICE) * 8
+    )
+    return cache
+
+
+def named(tokens: int, columns: int) -> torch.Tensor:
+    """Slots with holes, some named twice; the last token names none."""
+    slots = torch.randint(-40, 130, (tokens, columns + 3), device=DEVICE).clamp_min(-1).int()[:, :columns]
+    slots[-1] = -1
+    return slots
+
+
+def assert_attention(
+    found: tuple[torch.Tensor, torch.Tensor | None], due: tuple[torch.Tensor, torch.Tensor | None]
+) -> None:
+    bound = 1e-5 if found[0].dtype == torch.float32 else 2**-7
+    off = (found[0].float() - due[0].float()).norm(dim=-1)
+    assert bool((off <= bound * due[0].float().norm(dim=-1)).all()), float(off.max())
+    if due[1] is not None:
+        torch.testing.assert_close(found[1], due[1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_two_pools(name: str, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of two widths, one with lengths, more heads than a program has; a query of nothing."""
+    if name == "fp32" and dtype != torch.float32:
+        pytest.skip("keys would be rounded")
+    monkeypatch.setattr(kernels, "_splits", lambda *sizes: splits)
+    monkeypatch.setattr(kernels, "HEADS", 16)
+    q = torch.randn(3, 21, 512, device=DEVICE).to(dtype)
+    lengths = torch.tensor([70, 1, 50], device=DEVICE)
+    pools = [Rows(pool(name, 64), named(3, 40)), Rows(pool(name, 5), named(3, 70), lengths)]
+    sinks = torch.randn(21, device=DEVICE)
+    sinks[:3] = torch.tensor([-math.inf, math.inf, 0.0])
+    found = kernels.sparse_mla(q, pools, SCALE, sinks, want_lse=True)
+    assert_attention(found, ops.sparse_mla(q, pools, SCALE, sinks, want_lse=True))
+    assert bool((found[0][-1] == 0).all())
+
+
+@pytest.mark.parametrize("heads", [1, 16, 40])
+def test_one_pool_without_a_sink(heads: int) -> None:
+    q = torch.randn(2, heads + 2, 512, device=DEVICE)[:, :heads]
+    rows = [(pool("fp32", 64), named(2, 33))]
+    found, lse = kernels.sparse_mla(q, rows, SCALE)
+    assert lse is None
+    assert_attention((found, None), ops.sparse_mla(q, rows, SCALE))
+
+
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "fp8_e4m3"])
+def test_the_other_flavour_of_fp8(name: str) -> None:
+    q = torch.randn(2, 16, 512, device=DEVICE)
+    rows = [(pool(name, 64, "e4m3fnuz"), named(2, 33)), (pool(name, 64), named(2, 33))]
+    assert_attention(kernels.sparse_mla(q, rows, SCALE), ops.sparse_mla(q, rows, SCALE))
+
+
+def test_rows_of_any_magnitude() -> None:
+    """Scales of packed rows at both ends; NaN reaches the queries that name it, and no others."""
+    cache = pool("fp8_ds_mla", 64)
+    rows = torch.randn(8, 512, device=DEVICE)
+    rows[0], rows[1], rows[2], rows[3, 9] = 0.0, rows[1] * 1e-7, rows[2] * 1e5, math.nan
+    cache.write(torch.arange(8, device=DEVICE), rows)
+    q = torch.randn(5, 16, 512, device=DEVICE).to(DTYPES[-1] if DEVICE == "cuda" else torch.float32)
+    q[2] *= 1e-4
+    slots = torch.tensor([[0, 4], [1, 5], [2, 6], [3, 7], [4, 5]], dtype=torch.int32, device=DEVICE)
+    found, due = (run(q, [(cache, slots)], SCALE)[0] for run in (kernels.sparse_mla, ops.sparse_mla))
+    assert bool(found[3].isnan().all())
+    assert bool(due[3].isnan().any())
+    keep = [0, 1, 2, 4]
+    assert_attention((found[keep], None), (due[keep], None))
+
+
+def test_no_query() -> None:
+    out, lse = kernels.sparse_mla(
+        torch.empty(0, 4, 512, device=DEVICE), [(pool("bf16", 64), named(1, 5)[:0])], SCALE, None, True
+    )
+    assert out.shape == (0, 4, 512)
+    assert lse is not None
+    assert lse.shape == (0, 4)
