@@ -17,7 +17,7 @@ import torch
 from dsv4core import ops
 from dsv4core.api.errors import CheckpointError
 from dsv4core.api.kvcache import KVCacheLayout
-from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerWeights, Weight
+from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerPlan, LayerWeights, Weight
 from dsv4core.api.step import Step
 from dsv4core.framework.binding import BoundLayer
 
@@ -75,7 +75,7 @@ class DeepseekV4Attention:
         """
         self.bound, self.layer, self.rope = bound, bound.spec, weights.rope
         self.layout, self._observe, self._graph = layout, observe, graph
-        kind, self._ops = self.layer.kind, _implementation(bound.plan.core_ops)
+        kind, self._ops = self.layer.kind, core_operations(bound.plan)
         self._vectors = {
             name: weight.data for name, weight in weights.tensors.items() if name.endswith(("norm", ".ape"))
         }
@@ -211,11 +211,11 @@ class DeepseekV4Attention:
         for begin in range(0, max(1, step.num_tokens), tile):
             rows = slice(begin, begin + tile)
             requests = step.token_to_request[rows]
-            logits = self._scores(q[rows], weights[rows], visible[rows], requests, width, caches, step)
-            chosen.append(self._best(logits, visible[rows], step))
+            logits = self.scores(q[rows], weights[rows], visible[rows], requests, width, caches, step)
+            chosen.append(self.best(logits, visible[rows], step))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
-    def _scores(
+    def scores(
         self,
         q: torch.Tensor,
         weights: torch.Tensor,
@@ -225,6 +225,7 @@ class DeepseekV4Attention:
         caches: LayerCaches,
         step: Step,
     ) -> torch.Tensor:
+        """Scores of entries for some of the step's queries; arguments as of `dsv4_index_logits`."""
         if self.bound.index_logits is not None:
             return self.bound.index_logits(q, weights, visible, requests, width, caches, step)
         table = step.compressed[self.layer.kind.name]
@@ -233,7 +234,8 @@ class DeepseekV4Attention:
         )
         return logits
 
-    def _best(self, logits: torch.Tensor, visible: torch.Tensor, step: Step) -> torch.Tensor:
+    def best(self, logits: torch.Tensor, visible: torch.Tensor, step: Step) -> torch.Tensor:
+        """The entries that these queries attend; arguments as of `dsv4_index_topk`."""
         if self.bound.index_topk is not None:
             return self.bound.index_topk(logits, visible, step)
         chosen: torch.Tensor = self._ops.index_topk(logits, visible, self.layer.model.index_topk)
@@ -259,9 +261,9 @@ class DeepseekV4Attention:
             return self.bound.o_proj(attention, step.positions)
 
 
-def _implementation(name: str) -> ModuleType:
-    """The core's operations: the definitions, or their kernels."""
-    return ops if name == "torch" else import_module(f"dsv4core.ops.{name}")
+def core_operations(plan: LayerPlan) -> ModuleType:
+    """What the core does its operations with: the definitions, or their kernels."""
+    return ops if plan.core_ops == "torch" else import_module(f"dsv4core.ops.{plan.core_ops}")
 
 
 FP32 = ("entry", "index_entry")

@@ -105,7 +105,6 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec) -> LayerPlan:
         variant="triton",
         own_ops=OWN_OPS,
         core_ops="triton",
-        consumes=frozenset({"wo_a", "wo_b"}),
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsv4core.api import KVCacheLayout, LayerKind, LayerSpec
+from dsv4core.api import KVCacheLayout, LayerSpec
 from dsv4core.api.kvcache import DTYPE_BYTES
 from dsv4core.bench.workload import Workload
 from dsv4core.model.tensors import QUANTISED, layer_tensors
@@ -58,7 +58,7 @@ class Ceilings:
 def costs(
     spec: LayerSpec, layout: KVCacheLayout, workload: Workload, dtype: str, q_dtype: str = ""
 ) -> Mapping[str, Cost]:
-    """The cost of each operation, and of parts that peers do alone: `o_proj.wo_a` and `indexer.logits`.
+    """The cost of each operation, and of parts that are done alone, too, such as `indexer.logits`.
 
     Rows that several queries of a request attend count once where they have to be the same (the window, all
     entries), and for each query where they are chosen. Weights count in their stored dtype: FP8 where a
@@ -83,7 +83,7 @@ def costs(
     low = spec.num_groups * model.o_lora_rank
     weights = _weight_bytes(spec)
     hidden = tokens * model.hidden_size * size
-    completed = _completed(workload)
+    scored = sum(kind.visible_entries(length) for length in workload.lengths)
     found = {
         "plan_step": Cost(4 * attended),
         "insert_kv": Cost(q + read_q + tokens * (width * size + layout.window.bytes_per_token)),
@@ -96,18 +96,21 @@ def costs(
             tokens * (heads * width + low * size) + weights["wo_a"],
             fp8_flops=2 * tokens * low * heads * width // spec.num_groups,
         ),
+        "inverse_rope_quant": Cost(q + tokens * heads * (width + width // 128 * 4)),
         "compress": Cost(0),
         "indexer": Cost(0),
         "indexer.logits": Cost(0),
+        "indexer.topk": Cost(4 * (scored + tokens * model.index_topk)),
+        "mixed_table": Cost(4 * 2 * tokens * (model.sliding_window + model.index_topk)),
     }
+    for name, wide in {"wq_b": (model.q_lora_rank, heads * width), "wo_b": (low, model.hidden_size)}.items():
+        moved = weights[name] + tokens * sum(wide) * size
+        found[name] = Cost(moved, fp8_flops=2 * tokens * math.prod(wide))
     if kind.ratio is not None:
-        found["compress"] = _compressor(tokens, completed, kind, width, layout.compressed.bytes_per_token)
+        found["compress"] = _compressor(workload, width, layout.compressed.bytes_per_token)
     if kind.select == "top_k":
-        found["compress"] += _compressor(
-            tokens, completed, kind, model.index_head_dim, layout.index.bytes_per_token
-        )
+        found["compress"] += _compressor(workload, model.index_head_dim, layout.index.bytes_per_token)
         keys = sum(map(kind.visible_entries, workload.total)) * layout.index.bytes_per_token
-        scored = sum(kind.visible_entries(length) for length in workload.lengths)
         index_q = tokens * model.index_n_heads * model.index_head_dim
         scoring = 2 * scored * model.index_n_heads * model.index_head_dim
         plain, fp8 = (scoring, 0) if layout.index.fp8 is None else (0, scoring)
@@ -143,16 +146,23 @@ def _weight_bytes(spec: LayerSpec) -> dict[str, int]:
     }
 
 
-def _completed(workload: Workload) -> int:
-    """Entries that the step completes."""
-    ratio = workload.kind.ratio
-    return 0 if ratio is None else sum(length % ratio == 0 for length in workload.lengths)
+def _compressor(workload: Workload, width: int, row: int) -> Cost:
+    """Projected rows read; of each request's last rows states written; of earlier ones states read; entries.
 
-
-def _compressor(tokens: int, completed: int, kind: LayerKind, width: int, row: int) -> Cost:
-    """States of the step's tokens read and written, states of what entries pool read, entries written."""
-    state = 2 * kind.groups * width * 4
-    return Cost(2 * tokens * state + completed * (kind.state_window * state // kind.groups + row))
+    A row of state gives an entry the channels of one of its groups.
+    """
+    kind = workload.kind
+    assert kind.ratio is not None
+    window, state = kind.state_window, 2 * kind.groups * width * 4
+    kept, earlier, completed = 0, 0, 0
+    for query, total in zip(workload.query, workload.total, strict=True):
+        begin = total - query
+        ends = range(begin // kind.ratio * kind.ratio + kind.ratio - 1, total, kind.ratio)
+        completed += len(ends)
+        kept += min(query, window)
+        earlier += sum(begin - max(0, end - window + 1) for end in ends if end - window + 1 < begin)
+    states = (workload.tokens + kept) * state + earlier * state // kind.groups
+    return Cost(states + completed * row)
 
 
 def _attended(workload: Workload, spec: LayerSpec) -> tuple[int, dict[str, int]]:

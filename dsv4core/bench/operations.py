@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dsv4core.api import AttentionOutput, KVCacheLayout
-from dsv4core.attention import DeepseekV4Attention
+import torch
+
+from dsv4core.api import AttentionOutput, KVCacheLayout, LayerWeights
+from dsv4core.attention import DeepseekV4Attention, core_operations
 from dsv4core.bench.gaps import Unmeasurable
 from dsv4core.bench.inputs import Inputs, Turn
 from dsv4core.bench.timing import Call
@@ -39,8 +41,8 @@ def measured(operation: str, inputs: Inputs) -> Measured:
         Unmeasurable: Layers of this kind have no such operation.
     """
     kind = inputs.workload.kind
-    lacking = {"compress": kind.ratio is None, "indexer": kind.select != "top_k"}
-    if lacking.get(operation):
+    chooses = operation.startswith("indexer") or operation == "mixed_table"
+    if (operation == "compress" and kind.ratio is None) or (chooses and kind.select != "top_k"):
         raise Unmeasurable(f"{kind.name} layers have no {operation}; measure another kind.")
     calls, layout = _MAKERS[operation](inputs), inputs.selection.layout
     return Measured(operation, calls, layout, q_dtype=inputs.plan.q_dtype)
@@ -101,6 +103,89 @@ def _stage(operation: str, method: str) -> Callable[[Inputs], list[Call]]:
     return calls
 
 
+def _logits(inputs: Inputs) -> list[Call]:
+    """The scores alone, for queries that are rotated already."""
+    (layer,) = _attention(inputs, 1)
+    operations, dtype = core_operations(inputs.plan), inputs.selection.layout.index.name
+
+    def call(turn: Turn) -> Call:
+        projected, step = layer.project(turn.hidden), turn.step
+        heads = (projected.index_q, projected.index_weights, step.positions, inputs.rope)
+        q, weights = operations.index_query(*heads, dtype.removeprefix("index_"))
+        visible, width = _visible(inputs, turn)
+        rest = (step.token_to_request, width, inputs.caches, step)
+        return lambda: layer.scores(q, weights, visible, *rest)
+
+    return [call(turn) for turn in inputs.turns("indexer.logits")]
+
+
+def _topk(inputs: Inputs) -> list[Call]:
+    """The choice alone, among normal scores."""
+    (layer,) = _attention(inputs, 1)
+
+    def call(turn: Turn) -> Call:
+        visible, width = _visible(inputs, turn)
+        scores = torch.randn(turn.step.num_tokens, width, device=inputs.device)
+        return lambda: layer.best(scores, visible, turn.step)
+
+    return [call(turn) for turn in inputs.turns("indexer.topk")]
+
+
+def _visible(inputs: Inputs, turn: Turn) -> tuple[torch.Tensor, int]:
+    """Entries that each query sees, and the most of them."""
+    kind = inputs.workload.kind
+    assert kind.ratio is not None
+    return (turn.step.positions + 1) // kind.ratio, kind.visible_entries(max(inputs.workload.total))
+
+
+def _mixed_table(inputs: Inputs) -> list[Call]:
+    """The table of window and chosen slots that TRTLLM-gen takes."""
+    operations, kind, sizes = core_operations(inputs.plan), inputs.workload.kind, inputs.sizes
+
+    def call(turn: Turn) -> Call:
+        step, entries = turn.step, turn.step.compressed[kind.name]
+        assert turn.selected is not None
+        window = operations.window_slots(
+            *(step.positions, step.token_to_request, step.window.block_table, sizes.window),
+            inputs.spec.model.sliding_window,
+        )
+        chosen = operations.entry_slots(
+            turn.selected, step.token_to_request, entries.block_table, entries.page_size
+        )
+        pages = [(rows, rows) for rows in (sizes.window, entries.page_size)]
+        return lambda: operations.mixed_sparse_indices(window, chosen, *pages)
+
+    return [call(turn) for turn in inputs.turns("mixed_table")]
+
+
+def _inverse_rope_quant(inputs: Inputs) -> list[Call]:
+    """Heads rotated back and quantised, as FP8 projections take them."""
+    operations, heads = core_operations(inputs.plan), inputs.spec.num_heads
+
+    def call(turn: Turn) -> Call:
+        x = turn.q[:, :heads].to(inputs.dtype)
+        return lambda: operations.inverse_rope_quant(x, turn.step.positions, inputs.rope)
+
+    return [call(turn) for turn in inputs.turns("inverse_rope_quant")]
+
+
+def _product(name: str) -> Callable[[Inputs], list[Call]]:
+    """A product with one weight, as the core does it; each turn has a weight of its own."""
+
+    def calls(inputs: Inputs) -> list[Call]:
+        operations, turns = core_operations(inputs.plan), inputs.turns(name)
+
+        def call(weights: LayerWeights) -> Call:
+            weight = operations.prepare_linear(weights[name])
+            x = torch.randn(inputs.workload.tokens, weight.data.shape[1], device=inputs.device)
+            x = x.to(inputs.dtype)
+            return lambda: operations.linear(x, weight)
+
+        return [call(weights) for weights in inputs.weights(len(turns))]
+
+    return calls
+
+
 def _attention(inputs: Inputs, count: int) -> list[DeepseekV4Attention]:
     layout, graph = inputs.selection.layout, inputs.selection.request.graph
     return [
@@ -116,4 +201,10 @@ _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
     "forward_mqa": _forward_mqa,
     "o_proj": _o_proj,
     "layer": _layer,
+    "indexer.logits": _logits,
+    "indexer.topk": _topk,
+    "mixed_table": _mixed_table,
+    "inverse_rope_quant": _inverse_rope_quant,
+    "wq_b": _product("wq_b"),
+    "wo_b": _product("wo_b"),
 }

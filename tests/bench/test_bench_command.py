@@ -65,7 +65,8 @@ def test_everything_can_be_measured(capsys: Capture) -> None:
     everything = [f"bench.{name}=[{','.join(values)}]" for name, values in BENCH_VALUES.items()]
     found = rows(capsys, *everything, "bench.tokens=[4]", "bench.context=[300]", "bench.peers=[torch]")
     measured = {(row["op"], row["phase"], row["kind"]) for row in found if row["backend"] == "reference"}
-    lacking = {("compress", "swa"), ("indexer", "swa"), ("indexer", "c128a")}
+    chooses = {op for op in BENCH_VALUES["op"] if op.startswith("indexer")} | {"mixed_table"}
+    lacking = {("compress", "swa"), *((op, kind) for op in chooses for kind in ("swa", "c128a"))}
     assert measured == {
         (op, phase, kind)
         for op in BENCH_VALUES["op"]
@@ -73,7 +74,8 @@ def test_everything_can_be_measured(capsys: Capture) -> None:
         for kind in BENCH_VALUES["kind"]
         if (op, kind) not in lacking
     }
-    assert {row["op"] for row in found if row["backend"] == "peer:torch"} == {"forward_mqa", "o_proj"}
+    peer = {row["op"] for row in found if row["backend"] == "peer:torch"}
+    assert peer == {"forward_mqa", "o_proj", "indexer.topk", "wq_b", "wo_b"}
 
 
 def test_a_sweep_is_measured_side_by_side(capsys: Capture) -> None:

@@ -88,16 +88,20 @@ def test_projections_are_shared_by_ranks() -> None:
 def test_a_decode_completes_an_entry_or_none() -> None:
     state = 2 * 512 * 4
     assert cost("compress", Workload("decode", C128A, 1, 1023)) == Cost(2 * state, 0)
-    assert cost("compress", Workload("decode", C128A, 1, 1024)) == Cost(2 * state + 128 * state + 584, 0)
+    assert cost("compress", Workload("decode", C128A, 1, 1024)) == Cost(2 * state + 127 * state + 584, 0)
     chunk = cost("compress", Workload("prefill", C128A, 256, 1024))
-    assert chunk == Cost(256 * 2 * state + 2 * (128 * state + 584), 0)
+    assert chunk == Cost((256 + 128) * state + 2 * 584, 0)  # states of the last 128 tokens are kept
+    odd = cost("compress", Workload("prefill", C128A, 100, 1000))  # 900 to 999, and an entry of 768 to 895
+    assert odd == Cost(2 * 100 * state, 0)
+    across = cost("compress", Workload("prefill", C128A, 100, 1050))  # the entry of 896 to 1,023
+    assert across == Cost(2 * 100 * state + (950 - 896) * state + 584, 0)
 
 
 def test_a_batch_completes_what_its_lengths_complete() -> None:
     state = 2 * 512 * 4
     workload = Workload("decode", C128A, 128, 1100)
     assert [length for length in workload.total if length % 128 == 0] == [1152]
-    assert cost("compress", workload) == Cost(128 * 2 * state + 128 * state + 584, 0)
+    assert cost("compress", workload) == Cost(128 * 2 * state + 127 * state + 584, 0)
 
 
 def test_a_batch_reads_what_its_lengths_are() -> None:

@@ -108,7 +108,6 @@ def _products(chip: str) -> Iterator[Case]:
     for rows, tokens in ((64, 16), (128, 64)):
         sizes = {"HEIGHT": rows, "TOKENS": tokens, "BLOCK": block, "PACKED": cuda}
         yield linear._times_rows, sizes, {"out": "*fp32"}, linear.STAGES if cuda else 2
-    yield linear._quantise, {"BLOCK": block}, {}, 3
     yield linear._decode, {"HEIGHT": 16, "WIDTH": 512, "BLOCK": block}, {}, 3
 
 

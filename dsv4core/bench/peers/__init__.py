@@ -7,6 +7,7 @@ converted beforehand, and its row names the format that it read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 
@@ -23,10 +24,20 @@ PACKAGES = {
     "transformers": "transformers",
 }
 PEERS: Mapping[str, Mapping[str, Callable[[Inputs], Measured]]] = {
-    "torch": {"forward_mqa": plain.attention, "o_proj": plain.projection},
+    "torch": {
+        "forward_mqa": plain.attention,
+        "o_proj": plain.projection,
+        "indexer.topk": plain.index_topk,
+        "wq_b": partial(plain.product, "wq_b"),
+        "wo_b": partial(plain.product, "wo_b"),
+    },
     "flashmla": {"forward_mqa": flashmla.attention},
     "flashinfer": {"forward_mqa": flashinfer.attention},
-    "deepgemm": {"o_proj": deepgemm.projection, "indexer": deepgemm.index_logits},
+    "deepgemm": {
+        "o_proj": deepgemm.projection,
+        "indexer": deepgemm.index_logits,
+        "indexer.logits": deepgemm.index_logits,
+    },
     "transformers": {"layer": transformers.layer},
 }
 """What makes each peer's calls for an operation, or for the part of it that the peer does."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from dsv4core.bench.gaps import Unmeasurable
 from dsv4core.bench.inputs import Inputs
 from dsv4core.bench.operations import Measured
 from dsv4core.bench.peers.slots import attended_slots
@@ -61,3 +62,30 @@ def projection(inputs: Inputs) -> Measured:
         x = turn.q[:, :heads].to(inputs.dtype)
         calls.append(partial(project, x, turn.step.positions, weights.rope, *wide))
     return Measured("o_proj", list(calls), inputs.selection.layout)
+
+
+def index_topk(inputs: Inputs) -> Measured:
+    """`torch.topk` of normal scores: in no order of entries, and not the lowest of those that tie."""
+    kind, model = inputs.workload.kind, inputs.spec.model
+    if kind.select != "top_k":
+        raise Unmeasurable(f"{kind.name} layers have no indexer; measure another kind.")
+    entries = kind.visible_entries(max(inputs.workload.total))
+    k = min(model.index_topk, entries)
+    calls = []
+    for _ in inputs.turns("indexer.topk"):
+        scores = torch.randn(inputs.workload.tokens, entries, device=inputs.device)
+        calls.append(partial(scores.topk, k))
+    return Measured("indexer.topk", list(calls), inputs.selection.layout)
+
+
+def product(name: str, inputs: Inputs) -> Measured:
+    """A product with a weight in the activation dtype."""
+    turns, calls = inputs.turns(name), []
+    for weights in inputs.weights(len(turns)):
+        weight = weights[name]
+        assert weight.scale is not None
+        assert weight.block is not None
+        wide = dequantize_block(weight.data, weight.scale, weight.block).to(inputs.dtype)
+        x = torch.randn(inputs.workload.tokens, wide.shape[1], device=inputs.device).to(inputs.dtype)
+        calls.append(partial(torch.nn.functional.linear, x, wide))
+    return Measured(name, list(calls), inputs.selection.layout)

@@ -1,13 +1,10 @@
-"""Products with weights that stay FP8 in memory.
+"""Products with weights that stay FP8 in memory. Activations stay as they are, whatever their number.
 
-A few rows are bound by the weights' bytes: codes are converted in registers, and activations stay as they
-are. Many rows are bound by the matrix units: there they are quantised, too, where torch multiplies FP8 in
-blocks, and else the weight is decoded once for all of them.
+Few rows are bound by the weight's bytes: its codes are converted in registers. Many rows are bound by the
+matrix units: the weight is decoded once for all of them, and torch multiplies.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -18,17 +15,13 @@ from dsv4core.api.layer import Weight
 from dsv4core.fp8_triton import (
     bf16_of_codes,
     converts_packed,
-    fp8_codes,
     fp8_values,
-    magnitude,
     multiplies_fp8,
-    power_of_two,
     stages,
-    times_power_of_two,
 )
 
 BLOCK = 128
-"""Rows and columns that share a scale, and values of an activation's row that do."""
+"""Rows and columns that share a scale."""
 FEW = 128
 """Most rows of activations for which codes are converted in registers; measured on an H200."""
 STAGES = 3
@@ -102,8 +95,6 @@ def _chunks(weight: Weight, groups: int) -> list[Weight]:
 def _many(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     if weight.scale is None:
         return _plain(x, weight.data, dtype)
-    if _multiplies_blocks(x.device) and x.dtype == torch.bfloat16:
-        return _many_fp8(x, weight).to(dtype)
     return _plain(x, _decoded(weight, x.dtype), dtype)
 
 
@@ -171,31 +162,6 @@ def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
     return out[0] if splits == 1 else out.sum(0).to(dtype)
 
 
-def _many_fp8(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Activations quantised in blocks of 128 values, then torch's product of both."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    assert weight.scale is not None
-    tokens, columns = x.shape
-    codes = torch.empty(tokens, columns, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(columns // BLOCK, tokens, dtype=torch.float32, device=x.device)
-    _quantise[(tokens, triton.cdiv(columns, 8 * BLOCK))](
-        x,
-        codes.view(torch.uint8),
-        scale,
-        columns,
-        x.stride(0),
-        tokens,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
-    recipes = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-    product: torch.Tensor = scaled_mm(
-        codes, weight.data.T, scale.T, recipes[0], weight.scale.T, recipes[1], output_dtype=torch.bfloat16
-    )
-    return product
-
-
 def _decoded(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """The weight in the activations' dtype, which holds each of its values."""
     assert weight.scale is not None
@@ -214,15 +180,6 @@ def _decoded(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         num_warps=4,
     )
     return out
-
-
-@lru_cache
-def _multiplies_blocks(device: torch.device) -> bool:
-    """Whether torch multiplies FP8 with scales of 1 x 128 and 128 x 128 values: cuBLAS does on sm_90."""
-    known = hasattr(torch.nn.functional, "scaled_mm")  # since torch 2.10
-    if device.type != "cuda" or torch.version.hip is not None or not known:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @triton.jit
@@ -298,19 +255,6 @@ def _times_rows(
     target = out + (tl.program_id(2) * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
     here = (token < tokens)[:, None] & (row < rows)[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _quantise(x, codes, scales, columns, x_stride, tokens, BLOCK: tl.constexpr):
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * 8
-    block = first + tl.arange(0, 8)
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(x + token * x_stride + column, mask=column < columns, other=0.0).to(tl.float32)
-    exponent = power_of_two(magnitude(values, 1), 1e-10, False)
-    quantised = fp8_codes(times_power_of_two(values, -exponent[:, None]), False)
-    tl.store(codes + token * columns + column, quantised, mask=column < columns)
-    scale = times_power_of_two(exponent * 0.0 + 1.0, exponent)
-    tl.store(scales + block * tokens + token, scale, mask=block * BLOCK < columns)
 
 
 @triton.jit

@@ -235,7 +235,9 @@ def _rows(
             bits = (exponent.to(tl.uint16) + (120 - SHIFT)) << 7
             factor = tl.where(exponent == 255, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
             tiles = tl.reshape(bf16_of_codes(codes), (KEYS, WIDTH // 64, 64)) * factor[:, :, None]
-            turned = turned * 2.0**-SHIFT
+            # Not a float: Triton 3.6 makes 0 of a bf16 constant of 2^-60.
+            tiny = tl.full((1, WIDTH), (127 - SHIFT) << 7, tl.uint16).to(tl.bfloat16, bitcast=True)
+            turned = turned * tiny
         else:
             factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
             factor = tl.where(exponent == 255, float("nan"), tl.where(exponent == 0, 2.0**-127, factor))
