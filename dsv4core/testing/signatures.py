@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) < 2:
         raise DSV4Error("Write: python -m dsv4core.testing.signatures PACKAGE MODULE.FUNCTION …")
     package, *targets = arguments
-    backends = {own.package.partition(".")[0]: own.name for own in discover().values()}
+    backends = {own.package: own.name for own in discover().values()}
     if package not in backends:
         raise DSV4Error(
             f"{package!r} is the package of no installed backend; those are {', '.join(backends)}. Install "

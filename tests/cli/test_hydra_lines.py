@@ -100,7 +100,7 @@ def test_it_sweeps(line: tuple[str, Path], application: Path) -> None:
 
 def test_its_help_lists_the_backends(line: tuple[str, Path], application: Path) -> None:
     done = python(line, "app.py", "--help", cwd=application)
-    assert "dsv4/backend: acme, auto, reference\n" in done.stdout
+    assert "dsv4/backend: acme, auto, reference, triton\n" in done.stdout
 
 
 def test_its_shell_completes_the_backends(
@@ -108,13 +108,15 @@ def test_its_shell_completes_the_backends(
 ) -> None:
     monkeypatch.setenv("COMP_LINE", "python app.py dsv4/backend=")
     done = python(line, "app.py", "-sc", "query=bash", cwd=application)
-    assert done.stdout.split() == [f"dsv4/backend={name}" for name in ("acme", "auto", "reference")]
+    assert done.stdout.split() == [f"dsv4/backend={name}" for name in ("acme", "auto", "reference", "triton")]
 
 
 def test_it_may_leave_backends_out(line: tuple[str, Path], application: Path) -> None:
     file = application / "app.py"
     file.write_text(
-        file.read_text().replace('"dsv4/backend")', '"dsv4/backend", disable=["broken", "reference"])')
+        file.read_text().replace(
+            '"dsv4/backend")', '"dsv4/backend", disable=["broken", "reference", "triton"])'
+        )
     )
     done = python(line, "app.py", *NO_FILES, cwd=application)
     assert "AutoOptions" in done.stdout

@@ -311,7 +311,8 @@ def test_a_wrong_indexer_fails_verification(capsys, tmp_path, monkeypatch):
     install_backend(folder, "reference", "from dsv4core.backends.reference import *\n")
     install_backend(folder, "upside", UPSIDE_DOWN)
     isolate(folder, monkeypatch)
-    code, report = run_json(capsys, *CHOOSING, "backend=upside", "verify=true", "layers=[1]")
+    words = ("prefill=500", *CHOOSING[1:])  # the worst 64 of 75 entries are mostly the best ones
+    code, report = run_json(capsys, *words, "backend=upside", "verify=true", "layers=[1]")
     assert code == 1
     assert report["verify"]["rel_err"] < report["verify"]["tolerance"]
     assert report["verify"]["agreement"] < report["verify"]["least_agreement"]

@@ -102,9 +102,11 @@ class Engine:
                 projected.index_q, projected.index_weights, step.positions, rope, "fp8"
             )
             table = step.compressed[kind.name]
-            selected = ops.select_entries(
-                index_q, weights, caches.index, table, step.token_to_request, visible, 64
+            width = max(1, int(visible.max()))
+            scores = ops.index_logits(
+                index_q, weights, caches.index, table, step.token_to_request, visible, width
             )
+            selected = ops.index_topk(scores, visible, 64)
         arguments = (caches, selected, step.positions, step, self.kind.state)
         return self.bound.forward_mqa(q, *arguments, None, True, True), q, arguments
 

@@ -275,9 +275,9 @@ def test_entries_that_another_layer_chose(make_stack):
 def test_a_captured_step_never_takes_the_short_cut(make_stack, monkeypatch):
     """A graph captured on a short step is replayed on longer ones."""
     calls = []
-    monkeypatch.setattr(ops, "select_entries", lambda *args: calls.append(args) or select_entries(*args))
-    select_entries = ops.indexer.select_entries
-    stack = make_stack([1], length=64)
+    monkeypatch.setattr(ops, "index_topk", lambda *args: calls.append(args) or index_topk(*args))
+    index_topk = ops.indexer.index_topk
+    stack = make_stack([1], length=600)
     layer, x = stack.layers[0], hidden_states(20)
     step = stack.plan([0], [20])
     _, expected = stack.attend(layer, x, step)

@@ -81,7 +81,7 @@ def _indexer(chip: str) -> Iterator[Case]:
             (indexer.STAGES if chip.startswith("sm") else 2),
         )
     for size, level, numbers in ((128, 0, False), (topk.CHUNK, 1, True)):
-        constants = {"CHUNK": topk.CHUNK, "SIZE": size, "MOST": 2048, "LEVEL": level}
+        constants = {"CHUNK": topk.CHUNK, "SIZE": size, "MOST": 2048, "LEVEL": level, "GUESSES": topk.GUESSES}
         yield topk._keep_best, constants | ({} if numbers else {"numbers": None}), {}, 3
 
 
@@ -95,7 +95,7 @@ def _tables() -> Iterator[Case]:
 
 
 def _products(chip: str) -> Iterator[Case]:
-    height, width = linear.ROW
+    height, width, _ = linear.ROW["long"]
     block, cuda = linear.BLOCK, chip.startswith("sm")
     sizes = {"HEADS": quant.HEADS, "WIDTH": 512, "ROPE": 64, "BLOCK": block}
     yield quant._rotate_back, sizes, {"scales": "*fp32"}, 3

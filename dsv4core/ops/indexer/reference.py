@@ -79,7 +79,8 @@ def index_logits(
             continue
         entry = torch.arange(count, device=q.device)
         slots = slot_mapping(table.block_table, torch.full_like(entry, request), entry, table.page_size)
-        read, tile = keys.read(slots).T, max(1, TILE_SCORES // (q.shape[1] * count))
+        # An engine's rows of padding may name requests whose pages are gone; nobody looks at their scores.
+        read, tile = keys.read(slots.clamp_min(0)).T, max(1, TILE_SCORES // (q.shape[1] * count))
         for own in torch.arange(rows.start, rows.stop, device=q.device).split(tile):
             score = (q[own].float() @ read).relu_()
             logits[own, :count] = (weights[own, None] @ score).squeeze(1)

@@ -15,6 +15,8 @@ from dsv4core.api.errors import ConfigError
 
 CHUNK = 16384
 """Scores of one program: 32 a thread of 512."""
+GUESSES = 12
+"""Counts at interpolated scores, before the search halves."""
 
 
 def index_topk(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
@@ -66,6 +68,7 @@ def _launch(
         SIZE=size,
         MOST=triton.next_power_of_2(k),
         LEVEL=level,
+        GUESSES=GUESSES,
         num_warps=min(max(size // 1024, 4), 16),
     )
 
@@ -85,6 +88,7 @@ def _keep_best(
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
     LEVEL: tl.constexpr,
+    GUESSES: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(visible + row).to(tl.int32)
@@ -98,7 +102,7 @@ def _keep_best(
     here = place < length
     score = tl.load(values + row * value_stride + place, mask=here, other=float("-inf"))
     key = _ordered(score)
-    threshold = _threshold(key, k)
+    threshold = _threshold(key, k, GUESSES)
     above = (key > threshold).to(tl.int32)
     equal = ((key == threshold) & (key != 0)).to(tl.int32)
     # Neither count exceeds 16 bits: both come from one scan.
@@ -119,26 +123,27 @@ def _keep_best(
 
 
 @triton.jit
-def _threshold(key, k):
+def _threshold(key, k, GUESSES: tl.constexpr):
     """The `k`-th largest key, or one below it with no other key between; 0 if there are no more than `k`.
 
     Tails of scores fall like exponentials, so the logarithm of the count is interpolated, and an end that
     stays is drawn nearer (the Illinois rule): 8 counts for 8,192 normal scores, where halving takes 20. It
-    halves after 12, so that 44 are enough for any.
+    halves in the end, so that 32 more are enough for any.
     """
-    count = tl.sum((key != 0).to(tl.int32)).to(tl.int64)
-    low, high = tl.min(key - 1).to(tl.int64) + 1, tl.max(key).to(tl.int64) + 1
+    count = tl.sum((key != 0).to(tl.int32))
+    # At least k keys reach `low`, and fewer `high`.
+    low, high = tl.min(key - 1) + 1, tl.max(key) + 1  # the least of those that are not 0
     wanted = tl.log2(k + 0.5)
-    over, under = tl.log2(tl.maximum(count.to(tl.float32), 1.0)) - wanted, wanted + 1.0
+    over, under = tl.log2(tl.maximum(count, 1).to(tl.float32)) - wanted, wanted + 1.0
     if count <= k:
         low = low * 0
     step, side = 0, 0
     while (count > k) & (high - low > 1):
         left, right = _score_of(low), _score_of(high)
-        guess = _ordered(left + over / (over + under) * (right - left)).to(tl.int64)
-        guess = tl.where(step < 12, guess, (low + high) // 2)
+        guess = _ordered(left + over / (over + under) * (right - left))
+        guess = tl.where(step < GUESSES, guess, low + ((high - low) >> 1))
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        found = tl.sum((key >= guess.to(tl.uint32)).to(tl.int32)).to(tl.int64)
+        found = tl.sum((key >= guess).to(tl.int32))
         gap = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - wanted
         if found >= k:
             low, count, over = guess, found, gap
@@ -149,7 +154,7 @@ def _threshold(key, k):
             over = tl.where(side == -1, over * 0.5, over)
             side = -1
         step += 1
-    return low.to(tl.uint32)
+    return low
 
 
 @triton.jit
@@ -163,5 +168,5 @@ def _ordered(score):
 @triton.jit
 def _score_of(key):
     """The score that has a key."""
-    bits = tl.where(key >= 0x80000000, key - 0x80000000, 0xFFFFFFFF - key)
-    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+    positive = key.to(tl.int32, bitcast=True) < 0
+    return tl.where(positive, key ^ 0x80000000, ~key).to(tl.uint32).to(tl.float32, bitcast=True)

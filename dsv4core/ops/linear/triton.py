@@ -26,8 +26,8 @@ FEW = 128
 """Most rows of activations for which codes are converted in registers; measured on an H200."""
 STAGES = 3
 """Tiles of the weight in flight on NVIDIA's chips: 16 KB each."""
-ROW = (16, 512)
-"""Rows and columns of the weight that one program multiplies with a single row at a time."""
+ROW = {"short": (16, 512, 2), "long": (4, 2048, 4)}
+"""Rows and columns of a tile, and warps, for a single row of up to 1,024 values, and of more; on an H200."""
 
 
 def prepare_linear(weight: Weight) -> Weight:
@@ -111,7 +111,7 @@ def _one(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
     assert weight.scale is not None
     rows, columns = weight.data.shape
     out = torch.empty(1, rows, dtype=dtype, device=x.device)
-    height, width = ROW
+    height, width, warps = ROW["short" if columns <= 1024 else "long"]
     _times_row[(triton.cdiv(rows, height),)](
         x,
         weight.data.view(torch.uint8),
@@ -125,7 +125,7 @@ def _one(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
         WIDTH=width,
         BLOCK=BLOCK,
         NATIVE=multiplies_fp8(x.device, weight.data.dtype),
-        num_warps=2,
+        num_warps=warps,
     )
     return out
 
