@@ -22,9 +22,10 @@ from dsv4core.ops.inverse_rope_quant import triton as quant
 from dsv4core.ops.linear import triton as linear
 from dsv4core.ops.qk_norm_rope_insert import triton as insert
 from dsv4core.ops.sparse_indices import triton as tables
+from dsv4core.ops.sparse_mla import triton as attention
 
 CHIPS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
@@ -35,10 +36,10 @@ TYPES = {
     **dict.fromkeys(("positions", "slots", "entry_slots", "state_slots", "visible"), "*i64"),
     **dict.fromkeys(("token_to_request", "query_start_loc", "block_table", "state_table"), "*i32"),
     **dict.fromkeys(("numbers", "names", "requests", "table", "entries", "selected", "lengths"), "*i32"),
-    **dict.fromkeys(("window", "compressed"), "*i32"),
-    **dict.fromkeys(("pool", "state_pool", "entry_pool", "weight", "codes"), "*u8"),
-    **dict.fromkeys(("page_stride", "state_page_stride", "entry_page_stride"), "i64"),
-    **dict.fromkeys(("eps", "factor", "least"), "fp32"),
+    **dict.fromkeys(("window", "compressed", "more_slots"), "*i32"),
+    **dict.fromkeys(("pool", "state_pool", "entry_pool", "more_pool", "weight", "codes"), "*u8"),
+    **dict.fromkeys(("page_stride", "state_page_stride", "entry_page_stride", "more_page_stride"), "i64"),
+    **dict.fromkeys(("eps", "factor", "least", "softmax_scale"), "fp32"),
 }
 """Types of arguments by name; the others are 32-bit numbers."""
 CODES = {"out": "*u8"}
@@ -52,6 +53,7 @@ def cases(chip: str) -> Iterator[Case]:
     yield from _indexer(chip)
     yield from _tables()
     yield from _products(chip)
+    yield from _attention(chip)
 
 
 def _writers() -> Iterator[Case]:
@@ -111,6 +113,19 @@ def _products(chip: str) -> Iterator[Case]:
     yield linear._decode, {"HEIGHT": 16, "WIDTH": 512, "BLOCK": block}, {}, 3
 
 
+def _attention(chip: str) -> Iterator[Case]:
+    sizes = {"KEYS": attention.KEYS, "WIDTH": 512}
+    most = attention.FEW_HEADS if chip == "sm_86" else attention.HEADS
+    for form, heads in ((PACKED, most), (PACKED, 16), (BF16, most)):
+        shift = attention.SHIFT if form == PACKED and chip.startswith("sm") else 0
+        forms = {"FORMAT": form, "MORE_FORMAT": form, "MORE_FNUZ": False, "HEADS": heads, "SHIFT": shift}
+        types = {"sinks": "*fp32", "slots": "*i32", "lengths": "*i64", "more_lengths": "*i64", "lse": "*fp32"}
+        types |= {"scale": "*fp32", "more_scale": "*fp32"}
+        yield attention._attend, sizes | forms, types, 1
+    types = {"sinks": "*fp32", "parts": "*fp32", "part_lse": "*fp32", "lse": "*fp32"}
+    yield attention._merge, {"MOST": attention.MOST_SPLITS, "WIDTH": 512}, types, 3
+
+
 def compiled(case: Case, chip: str) -> Any:
     """A kernel for a chip. MI300 has the FNUZ flavour of FP8."""
     kernel, constants, types, stages = case
@@ -119,8 +134,14 @@ def compiled(case: Case, chip: str) -> Any:
     known = {**TYPES, **types}
     signature = {name: "constexpr" if name in values else known.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in values.items() if name in names}
-    options = {"num_warps": 16 if constants.get("SIZE") == topk.CHUNK else 4, "num_stages": stages}
+    options = {"num_warps": _warps(constants), "num_stages": stages}
     return triton.compile(ASTSource(kernel, signature, places), target=CHIPS[chip], options=options)
+
+
+def _warps(constants: Mapping[str, Any]) -> int:
+    if constants.get("SIZE") == topk.CHUNK:
+        return 16
+    return 8 if constants.get("HEADS") == attention.HEADS and "SHIFT" in constants else 4
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from dsv4core.ops.sparse_mla.reference import Pool, Rows
 
 HEADS = 64
 """Most heads of one program: its sums are 64 x 512 in registers."""
+FEW_HEADS, SMALL = 16, ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+"""Most of them on chips with 99 KB of shared memory (sm_86 and so on): queries and keys of 64 take 128 KB."""
 KEYS = 32
 """Rows that are attended at a time."""
 MOST_SPLITS = 16
@@ -47,7 +49,7 @@ def sparse_mla(
     if tokens == 0:
         return out, lse
     rows = [Rows(*own) for own in pools]
-    block = min(HEADS, max(16, triton.next_power_of_2(heads)))
+    block = min(_most_heads(q.device), max(16, triton.next_power_of_2(heads)))
     blocks = triton.cdiv(heads, block)
     splits = _splits(tokens * blocks, sum(own.slots.shape[1] for own in rows), q.device)
     parts, part_lse = out, lse
@@ -90,6 +92,12 @@ def _splits(programs: int, columns: int, device: torch.device) -> int:
     """Parts of a row: enough programs for all processors, each with at least two tiles."""
     most = max(1, min(MOST_SPLITS, columns // (2 * KEYS)))
     return max(1, min(most, _processors(device) // programs))
+
+
+def _most_heads(device: torch.device) -> int:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return HEADS
+    return FEW_HEADS if torch.cuda.get_device_capability(device) in SMALL else HEADS
 
 
 @lru_cache
