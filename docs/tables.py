@@ -64,8 +64,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def support() -> str:
     """The repository's backends, then those that are not released."""
     rows = []
-    for name, module in (("reference", "dsv4core.backends.reference"),):
-        info = import_module(module).dsv4_backend_info()
+    for name in ("reference", "triton"):
+        info = import_module(f"dsv4core.backends.{name}").dsv4_backend_info()
         rows.append((f"`{name}`", info.summary, ", ".join(info.platforms), *PROVEN[name]))
     rows += [
         (f"`{name}`", known.summary, "not released", "–", "–", "–") for name, known in KNOWN_BACKENDS.items()

@@ -17,6 +17,7 @@ MODULES = (
     "dsv4core.api",
     "dsv4core.kvcache",
     "dsv4core.ops",
+    "dsv4core.ops.triton",
     "dsv4core.testing.conformance",
     "dsv4core.testing.fakes",
     "dsv4core.testing.signatures",

@@ -97,7 +97,7 @@ def _tables() -> Iterator[Case]:
 
 
 def _products(chip: str) -> Iterator[Case]:
-    height, width, _ = linear.ROW["long"]
+    height, width, _ = linear.LONG
     block, cuda = linear.BLOCK, chip.startswith("sm")
     sizes = {"HEADS": quant.HEADS, "WIDTH": 512, "ROPE": 64, "BLOCK": block}
     yield quant._rotate_back, sizes, {"scales": "*fp32"}, 3

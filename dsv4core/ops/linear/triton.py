@@ -26,8 +26,10 @@ FEW = 128
 """Most rows of activations for which codes are converted in registers; measured on an H200."""
 STAGES = 3
 """Tiles of the weight in flight on NVIDIA's chips: 16 KB each."""
-ROW = {"short": (16, 512, 2), "long": (4, 2048, 4)}
+SHORT, LONG = (16, 512, 2), (4, 2048, 4)
 """Rows and columns of a tile, and warps, for a single row of up to 1,024 values, and of more; on an H200."""
+PROGRAMS = 256
+"""Programs that a product of few rows is divided into at least, as far as its columns allow."""
 
 
 def prepare_linear(weight: Weight) -> Weight:
@@ -111,7 +113,7 @@ def _one(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
     assert weight.scale is not None
     rows, columns = weight.data.shape
     out = torch.empty(1, rows, dtype=dtype, device=x.device)
-    height, width, warps = ROW["short" if columns <= 1024 else "long"]
+    height, width, warps = SHORT if columns <= 1024 else LONG
     _times_row[(triton.cdiv(rows, height),)](
         x,
         weight.data.view(torch.uint8),
@@ -137,7 +139,7 @@ def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
     width = min(max(triton.next_power_of_2(tokens), 16), 64)
     height = 64 if width == 16 else 128
     tiles = triton.cdiv(rows, height) * triton.cdiv(tokens, width)
-    splits = min(triton.next_power_of_2(triton.cdiv(256, tiles)), 8, columns // BLOCK)
+    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, tiles)), 8, columns // BLOCK)
     part = torch.float32 if splits > 1 else dtype
     out = torch.empty(splits, tokens, rows, dtype=part, device=x.device)
     _times_rows[(triton.cdiv(rows, height), triton.cdiv(tokens, width), splits)](

@@ -1,0 +1,172 @@
+"""Times the Triton kernels with other constants than theirs: what a chip prefers, and what the notes quote.
+
+    python benchmarks/tune_triton.py [index_logits] [index_topk] [one_row] [few_rows] [sparse_mla]
+
+Prints the fastest choices for each shape, and the time with the constants as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dsv4core.api import CacheTable, KVCacheFormat, Weight
+from dsv4core.bench.timing import Call, microseconds
+from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
+from dsv4core.model.shapes import PRESETS
+from dsv4core.ops.indexer import topk_triton
+from dsv4core.ops.indexer import triton as indexer
+from dsv4core.ops.linear import triton as linear
+from dsv4core.ops.sparse_mla import triton as attention
+
+DEVICE = torch.device("cuda")
+MODEL = PRESETS["v4_flash"]
+LAYOUT = cache_layout(MODEL, "fp8_ds_mla", "fp8")
+BEST = 5
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One kernel.
+
+    Attributes:
+        module: Where its constants are.
+        constants: The values to try, by name.
+        shapes: Arguments of `calls`.
+        calls: Makes calls that touch other memory each time.
+    """
+
+    module: ModuleType
+    constants: Mapping[str, Sequence[Any]]
+    shapes: Sequence[tuple[int, ...]]
+    calls: Callable[..., list[Call]]
+
+    def times(self, shape: tuple[int, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Microseconds with each choice that the device can run; the constants as they are come first."""
+        calls, own = self.calls(*shape), {name: getattr(self.module, name) for name in self.constants}
+        choices = [
+            dict(zip(self.constants, values, strict=True)) for values in product(*self.constants.values())
+        ]
+        for choice in [own, *choices]:
+            vars(self.module).update(choice)
+            try:
+                yield microseconds(calls, DEVICE, graph=True), choice
+            except Exception as error:  # such as too much shared memory
+                print(f"  {choice}: {type(error).__name__}", file=sys.stderr)
+        vars(self.module).update(own)
+
+
+def filled(format: KVCacheFormat, pages: int, width: int) -> KVCache:
+    """A pool of random rows."""
+    cache = allocate_cache(format, pages, 64, DEVICE)
+    for slots in torch.arange(pages * 64, device=DEVICE).split(1 << 17):
+        cache.write(slots, torch.randn(len(slots), width, device=DEVICE))
+    return cache
+
+
+def scores(rows: int, entries: int) -> list[Call]:
+    """Scores of all entries for 64 heads of 128, four requests' tables in turn."""
+    pages = 4 * rows * entries // 64
+    keys = filled(LAYOUT.index, pages, 128)
+    q = torch.randn(rows, 64, 128, device=DEVICE).to(torch.float8_e4m3fn)
+    weights, requests = torch.randn(rows, 64, device=DEVICE), torch.arange(rows, device=DEVICE).int()
+    visible = torch.full((rows,), entries, device=DEVICE)
+    tables = torch.randperm(pages, device=DEVICE).int().view(4, rows, -1)
+
+    def call(table: torch.Tensor) -> Call:
+        own = CacheTable(table, visible, 64)
+        return lambda: indexer.index_logits(q, weights, keys, own, requests, visible, entries)
+
+    return [call(table) for table in tables]
+
+
+def choices(rows: int, entries: int, k: int) -> list[Call]:
+    """The best of normal scores."""
+    visible = torch.full((rows,), entries, device=DEVICE)
+
+    def call(values: torch.Tensor) -> Call:
+        return lambda: topk_triton.index_topk(values, visible, k)
+
+    return [call(torch.randn(rows, entries, device=DEVICE)) for _ in range(4)]
+
+
+def products(tokens: int, rows: int, columns: int) -> list[Call]:
+    """Products with four weights in turn."""
+    x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+
+    def call(weight: Weight) -> Call:
+        return lambda: linear.linear(x, weight)
+
+    scale = torch.ones(rows // 128, columns // 128, device=DEVICE)
+    data = (torch.randn(rows, columns, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(4))
+    return [call(Weight(own, scale, (128, 128))) for own in data]
+
+
+def attended(tokens: int, heads: int, columns: int) -> list[Call]:
+    """Attention over a window and chosen entries of packed rows, four tables in turn."""
+    cache = filled(LAYOUT.window, 4096, 512)
+    q, sinks = torch.randn(tokens, heads, 512, device=DEVICE).bfloat16(), torch.zeros(heads, device=DEVICE)
+
+    def call() -> Call:
+        tables = [torch.randint(4096 * 64, (tokens, width), device=DEVICE).int() for width in (128, columns)]
+        rows = [(cache, table) for table in tables]
+        return lambda: attention.sparse_mla(q, rows, MODEL.softmax_scale, sinks)
+
+    return [call() for _ in range(4)]
+
+
+SWEEPS = {
+    "index_logits": Sweep(
+        indexer,
+        {"KEYS": (64, 128), "SPAN": (256, 512, 1024), "STAGES": (2, 4, 6)},
+        ((1, 262144), (32, 16384), (128, 2048)),
+        scores,
+    ),
+    "index_topk": Sweep(
+        topk_triton,
+        {"CHUNK": (4096, 8192, 16384), "GUESSES": (0, 6, 12)},
+        ((1, 262144, 512), (32, 16384, 512), (128, 2048, 512), (1, 262144, 2048)),
+        choices,
+    ),
+    "one_row": Sweep(
+        linear,
+        {
+            "SHORT": ((8, 512, 2), (16, 512, 2), (32, 512, 4)),
+            "LONG": ((4, 2048, 4), (4, 4096, 4), (8, 1024, 4)),
+        },
+        ((1, 32768, 1024), (1, 4096, 8192)),
+        products,
+    ),
+    "few_rows": Sweep(
+        linear,
+        {"STAGES": (2, 3, 4), "PROGRAMS": (128, 256, 512)},
+        tuple((tokens, *size) for tokens in (8, 64, 128) for size in ((32768, 1024), (4096, 8192))),
+        products,
+    ),
+    "sparse_mla": Sweep(
+        attention,
+        {"HEADS": (16, 32, 64), "KEYS": (16, 32, 64)},
+        ((1, 64, 512), (64, 64, 512), (128, 64, 512), (64, 128, 1024), (64, 16, 512)),
+        attended,
+    ),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    """Sweep the named kernels, all if none is named."""
+    for name in names or SWEEPS:
+        for shape in SWEEPS[name].shapes:
+            own, *others = SWEEPS[name].times(shape)
+            print(f"{name} {shape}: {own[0]:.1f} µs with {own[1]}")
+            for us, choice in sorted(others, key=lambda pair: pair[0])[:BEST]:
+                print(f"  {us:.1f} µs with {choice}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
