@@ -19,6 +19,7 @@ test: $(VENV)/.installed-dev lint docs
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	$(BIN)/python -m pytest tests/triton $(ARGS)
 
 # vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. 40 minutes on two cores without AVX-512.
 test-vllm: .venv-vllm/.installed

@@ -41,17 +41,20 @@ def queried(ledger: Ledger, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def logits(ledger: Ledger, q: torch.Tensor, weights: torch.Tensor, step: Step) -> torch.Tensor:
-    """Scores of all entries for all queries."""
+def logits(
+    ledger: Ledger, q: torch.Tensor, weights: torch.Tensor, step: Step, rows: slice = slice(None)
+) -> torch.Tensor:
+    """Scores of all entries for all queries of a step, or for some of them."""
     own, keys, kind = ledger.attention.bound.index_logits, ledger.caches.index, ledger.case.kind
     assert keys is not None
     assert kind.ratio is not None
-    visible, requests = (step.positions + 1) // kind.ratio, step.token_to_request
+    visible, requests = ((step.positions + 1) // kind.ratio)[rows], step.token_to_request[rows]
     width = kind.visible_entries(step.limits.max_model_len)
     if own is not None:
-        found: torch.Tensor = own(q, weights, visible, requests, width, ledger.caches, step)
+        found: torch.Tensor = own(q[rows], weights[rows], visible, requests, width, ledger.caches, step)
         return found
-    return ops.index_logits(q, weights, keys, step.compressed[kind.name], requests, visible, width)
+    table = step.compressed[kind.name]
+    return ops.index_logits(q[rows], weights[rows], keys, table, requests, visible, width)
 
 
 def assert_logits(found: torch.Tensor, ledger: Ledger, step: Step) -> None:
@@ -106,17 +109,8 @@ def test_index_logits_of_some_tokens(dsv4: Subject) -> None:
     ledger = Ledger(dsv4, case())
     step = run(ledger, *STEPS["chunk"])
     q, weights = queried(ledger, step)
-    rows = slice(40, 71)
-    assert ledger.case.kind.ratio is not None
-    visible = ((step.positions + 1) // ledger.case.kind.ratio)[rows]
-    own = ledger.attention.bound.index_logits
-    assert own is not None
-    requests, width = step.token_to_request[rows], int(visible.max())
-    part = own(q[rows], weights[rows], visible, requests, width, ledger.caches, step)
-    found = torch.zeros(step.num_tokens, part.shape[1], device=part.device)
-    found[rows] = part
-    scores = logits(ledger, q, weights, step)
-    scores[rows, : part.shape[1]] = part
+    rows, scores = slice(40, 71), logits(ledger, q, weights, step)
+    scores[rows] = logits(ledger, q, weights, step, rows)
     assert_logits(scores, ledger, step)
 
 
