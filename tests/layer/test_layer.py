@@ -343,3 +343,18 @@ def test_the_state_ring_wraps_many_times(make_stack, kind):
     chunks = [300, 1, 1, 1, 5, 131, *[1] * 11, 250]
     out = run_alone(stack, stack.layers[0], projected, chunks)
     torch.testing.assert_close(out, expected, **CLOSE)
+
+
+def test_a_long_prefill_chooses_in_turns(make_stack, monkeypatch):
+    stack = make_stack([1], length=600)
+    layer, x = stack.layers[0], hidden_states(500)
+    step = stack.plan([0], [500])
+    projected, caches = layer.attention.project(x), stack.pools.layers[1]
+    layer.attention.compress(projected, caches, step)
+    whole = layer.attention.select(projected, caches, step)
+    calls = []
+    monkeypatch.setattr(ops, "index_logits", lambda *args: calls.append(args) or index_logits(*args))
+    index_logits = ops.indexer.index_logits
+    monkeypatch.setattr("dsv4core.attention.LOGITS", 125 * 64)  # scores of 64 queries
+    assert torch.equal(layer.attention.select(projected, caches, step), whole)
+    assert [len(q) for q, *_ in calls] == [64] * 7 + [52]
