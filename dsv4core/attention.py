@@ -16,16 +16,15 @@ import torch
 
 from dsv4core import ops
 from dsv4core.api.errors import CheckpointError
-from dsv4core.api.kvcache import KVCacheLayout
+from dsv4core.api.kvcache import KVCacheLayout, round_up
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerPlan, LayerWeights, Weight
 from dsv4core.api.step import Step
 from dsv4core.framework.binding import BoundLayer
+from dsv4core.workspace import LOGITS
 
 Observe = Callable[[str], AbstractContextManager[Any]]
 """Called with an operation's name around each operation; times it, or does nothing."""
 
-LOGITS = 1 << 26
-"""Scores that an indexer has at a time: 256 MB. A long prefill chooses for its queries in several turns."""
 OPERATIONS = ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj")
 
 
@@ -192,8 +191,8 @@ class DeepseekV4Attention:
             longest = step.limits.max_model_len  # a graph's scores are as wide in every step
             if lengths is not None and not self._graph:
                 longest = max(lengths.total, default=0)
-            width = kind.visible_entries(longest)
-            if width <= k:  # all entries, whatever their scores
+            width = round_up(kind.visible_entries(longest), 16)  # kernels are compiled for its divisors
+            if kind.visible_entries(longest) <= k:  # all entries, whatever their scores
                 chosen: torch.Tensor = self._ops.visible_entries(visible, k)
                 return chosen
             return self._top_k(projected, visible, width, caches, step)
@@ -210,8 +209,7 @@ class DeepseekV4Attention:
         chosen = []
         for begin in range(0, max(1, step.num_tokens), tile):
             rows = slice(begin, begin + tile)
-            requests = step.token_to_request[rows]
-            logits = self.scores(q[rows], weights[rows], visible[rows], requests, width, caches, step)
+            logits = self.scores(q[rows], weights[rows], visible[rows], rows, width, caches, step)
             chosen.append(self.best(logits, visible[rows], step))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
@@ -220,15 +218,15 @@ class DeepseekV4Attention:
         q: torch.Tensor,
         weights: torch.Tensor,
         visible: torch.Tensor,
-        requests: torch.Tensor,
+        tokens: slice,
         width: int,
         caches: LayerCaches,
         step: Step,
     ) -> torch.Tensor:
         """Scores of entries for some of the step's queries; arguments as of `dsv4_index_logits`."""
         if self.bound.index_logits is not None:
-            return self.bound.index_logits(q, weights, visible, requests, width, caches, step)
-        table = step.compressed[self.layer.kind.name]
+            return self.bound.index_logits(q, weights, visible, tokens, width, caches, step)
+        table, requests = step.compressed[self.layer.kind.name], step.token_to_request[tokens]
         logits: torch.Tensor = self._ops.index_logits(
             q, weights, caches.index, table, requests, visible, width
         )
@@ -287,8 +285,10 @@ class _Products:
             prepared = [operations.prepare_linear(weights[name]) for name in names]
             forms = {_form(weight) for weight in prepared}
             if len(forms) > 1:
-                dtypes = ", ".join(str(weight.data.dtype) for weight in prepared)
-                raise CheckpointError(f"{' and '.join(names)} are {dtypes}; store them in one dtype.")
+                found = ", ".join(f"{list(own.data.shape)} {own.data.dtype}" for own in prepared)
+                raise CheckpointError(
+                    f"{' and '.join(names)} are {found}; store them in one dtype, 128 rows a block."
+                )
             groups.setdefault(forms.pop(), {})[output] = prepared
         self._stacks = [_Stack.of(group) for group in groups.values()]
 

@@ -11,8 +11,11 @@ QUERY_TILE = 64
 MOST_SHARED = 4
 """A tile reads at most this many times the rows of one query, else it is halved."""
 
-PROGRAMS = 512
+MOST_PROGRAMS = 512
 """Most programs that share sums of parts: as many as a GPU has processors, or twice that."""
+
+LOGITS = 1 << 26
+"""Scores that an indexer has at a time: 256 MB. A long prefill chooses for its queries in several turns."""
 
 CHUNK = 16384
 """Scores that one program of the top-k looks at."""
@@ -37,9 +40,9 @@ def layer_bytes(layer: LayerSpec, limits: Limits) -> int:
 def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     """A bound on what the Triton kernels of a layer's hooks hold at a time besides what they return.
 
-    Attention: the slots of entries, and sums of parts. Compressor: pooled rows. Top-k: the best of each
-    chunk, twice. Output projection: heads rotated back, as they are and in FP8; low-rank rows; sums of parts,
-    or weights in two bytes where torch multiplies no FP8.
+    The step's tables of slots, and the most of these. Attention: the slots of entries, and sums of parts.
+    Compressor: pooled rows. Top-k: the best of each chunk, twice. Output projection: heads rotated back;
+    low-rank rows; sums of parts, or weights in two bytes.
 
     Args:
         layer: The layer.
@@ -50,12 +53,14 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     low_rank = layer.num_groups * model.o_lora_rank
     entries = layer.kind.visible_entries(limits.max_model_len)
     chosen = min(model.index_topk, entries)
-    attention = 4 * tokens * chosen + 4 * PROGRAMS * 64 * (model.head_dim + 1)
-    narrowed = 2 * 8 * tokens * chosen * -(-entries // CHUNK) if entries > CHUNK else 0
-    parts = 4 * PROGRAMS * 128 * 64
+    attention = 4 * tokens * chosen + 4 * MOST_PROGRAMS * 64 * (model.head_dim + 1)
+    turn = min(tokens, LOGITS // max(entries, 1) + 1)
+    narrowed = 2 * 8 * turn * chosen * -(-entries // CHUNK) if entries > CHUNK else 0
+    tables = 4 * (tokens * (model.sliding_window + 2) + limits.max_requests * (entries + 2))
+    parts = 4 * MOST_PROGRAMS * 128 * 64
     weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
     projection = tokens * (4 * heads + 6 * low_rank + 4 * model.hidden_size) + max(parts, weights)
-    return max(attention, 4 * tokens * model.head_dim, narrowed, projection)
+    return tables + max(attention, 4 * tokens * model.head_dim, narrowed, projection)
 
 
 def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:

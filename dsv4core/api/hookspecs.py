@@ -162,20 +162,21 @@ def dsv4_index_logits(
     q: torch.Tensor,
     weights: torch.Tensor,
     visible: torch.Tensor,
-    token_to_request: torch.Tensor,
+    tokens: slice,
     width: int,
     caches: LayerCaches,
     step: Step,
 ) -> torch.Tensor:
     """Score the entries that queries see (owned operation `index_logits`).
 
-    A long prefill comes in several calls, each for `n` of the step's tokens side by side.
+    A step whose scores would take more than 256 MB comes in several calls, each for `n` of its tokens side by
+    side.
 
     Args:
         q: `[n, index_n_heads, index_head_dim]`, rotated and in the index cache's precision.
         weights: `[n, index_n_heads]` fp32, q's scale and both softmax factors folded in.
         visible: `[n]` int64, entries that a query sees, from the front: at position p `(p + 1) // ratio`.
-        token_to_request: `[n]` int32 rows of the step's block tables.
+        tokens: Which of the step's tokens they are.
         width: No query sees more entries; the same in every step where steps are captured.
 
     Returns:

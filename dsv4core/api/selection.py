@@ -109,6 +109,7 @@ class Requirement:
         distribution: Who has to provide it, such as `flashinfer-python`.
         install: The command that installs it.
         version: The versions that fit, such as `>=0.6.14,<0.8`; empty where any does.
+        alternatives: Other distributions that provide the same, as ROCm's builds do under names of their own.
 
     Raises:
         ValueError: `version` is no version specifier of PEP 440.
@@ -118,6 +119,7 @@ class Requirement:
     distribution: str
     install: str
     version: str = ""
+    alternatives: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("module", "distribution", "install"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,10 +20,10 @@ from dsv4core.api import (
     LayerWeights,
     Reason,
     Request,
-    Requirement,
     Step,
     hookimpl,
 )
+from dsv4core.framework.kernels import TRITON, kernel_platforms, kernel_reasons
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
 from dsv4core.workspace import kernel_bytes
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 KV_FORMATS = ("fp8_ds_mla", "bf16", "fp8_e4m3")
 INDEX_FORMATS = ("fp8", "bf16", "fp32")
-MOST_CHOSEN = 8192
-GPUS = ("cuda", "rocm")
 
 
 @dataclass
@@ -46,14 +43,13 @@ class TritonOptions(BackendOptions):
 
 @hookimpl
 def dsv4_backend_info() -> BackendInfo:
-    """Describe the backend. Where Triton's interpreter runs, for tests, a CPU will do."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    """Describe the backend."""
     return BackendInfo(
         api=API_VERSION,
         options=TritonOptions,
-        platforms=(*GPUS, "cpu") if interpreted else GPUS,
+        platforms=kernel_platforms(),
         summary="Triton kernels for any GPU, rows read in place",
-        requirements=(Requirement("triton", "triton", "pip install 'dsv4core[triton]'", ">=3.6"),),
+        requirements=(TRITON,),
         capabilities=frozenset(
             {
                 *("kernel-seam", "lse", "defer-sink", "multi-token-decode", "strided-pages"),
@@ -65,7 +61,7 @@ def dsv4_backend_info() -> BackendInfo:
 
 @hookimpl
 def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
-    """Contexts over ranks, and sizes that are no powers of two."""
+    """Contexts over ranks, and what the core's kernels cannot do."""
     return list(_reasons(request))
 
 
@@ -73,18 +69,7 @@ def _reasons(request: Request) -> Iterator[Reason]:
     if request.context_parallel > 1:
         text = f"context_parallel={request.context_parallel}, and its kernels read the whole context."
         yield Reason("parallel", text, "Set context_parallel=1.")
-    model = request.model
-    sizes = {name: getattr(model, name) for name in ("head_dim", "index_head_dim", "index_n_heads")}
-    sizes |= {f"rows of a group of {kind.name}": kind.state_window for kind in model.kinds if kind.ratio}
-    for name, size in sizes.items():
-        if size & (size - 1):
-            code = "head-dim" if name == "head_dim" else "model"
-            yield Reason(
-                code, f"{name} is {size}, and its kernels take powers of two.", "Use backend=reference."
-            )
-    if model.index_topk > MOST_CHOSEN:
-        text = f"index_topk is {model.index_topk}, and its kernel chooses {MOST_CHOSEN} at most."
-        yield Reason("model", text, "Use backend=reference.")
+    yield from kernel_reasons(request)
 
 
 @hookimpl
@@ -117,16 +102,16 @@ def dsv4_init_layer_buffers(layer: LayerSpec, weights: LayerWeights) -> Any:
 
 
 @hookimpl
-def dsv4_init_step_buffers(request: Request, kind: LayerKind) -> Any:
-    """An empty holder of the step's index tables."""
+def dsv4_init_step_buffers(request: Request, kind: LayerKind, device: torch.device) -> Any:
+    """A holder of the step's index tables."""
     from dsv4core.backends.triton_layer import TritonStep
 
-    return TritonStep(kind, request.model.sliding_window, request.graph)
+    return TritonStep(kind, request, device)
 
 
 @hookimpl
 def dsv4_plan_step(kind_state: Any, step: Step) -> None:
-    """Make the window's table, and that of all entries where the kind attends all."""
+    """Make the window's table; where the kind attends all entries, a table of each request's."""
     kind_state.plan(step)
 
 
@@ -157,13 +142,13 @@ def dsv4_index_logits(
     q: torch.Tensor,
     weights: torch.Tensor,
     visible: torch.Tensor,
-    token_to_request: torch.Tensor,
+    tokens: slice,
     width: int,
     caches: LayerCaches,
     step: Step,
 ) -> torch.Tensor:
     """Keys are read in place."""
-    scores: torch.Tensor = state.index_logits(q, weights, visible, token_to_request, width, caches, step)
+    scores: torch.Tensor = state.index_logits(q, weights, visible, tokens, width, caches, step)
     return scores
 
 

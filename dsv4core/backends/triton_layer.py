@@ -10,33 +10,42 @@ import triton
 from dsv4core.api.errors import DSV4Error
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
 from dsv4core.api.model import LayerKind
+from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.sparse_mla import Rows
 
 
 class TritonStep:
-    """Index tables that all layers of one kind share within a step."""
+    """Index tables that all layers of one kind share within a step.
 
-    def __init__(self, kind: LayerKind, window: int, graph: bool) -> None:
-        self.kind, self._window, self._graph = kind, window, graph
+    Each plan makes them anew: a graph that replays attention has to replay the plan as well.
+    """
+
+    def __init__(self, kind: LayerKind, request: Request, device: torch.device) -> None:
+        self.kind, self._window, self._graph = kind, request.model.sliding_window, request.graph
+        self._requests = torch.arange(request.limits.max_requests, dtype=torch.int32, device=device)
         self.window: torch.Tensor
-        self.entries: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, step: Step) -> None:
-        """Make the window's table, and that of all visible entries where the kind attends all."""
+        """Make the window's table; where the kind attends all entries, a table of each request's."""
         table = step.window
         self.window = kernels.window_slots(
             step.positions, step.token_to_request, table.block_table, table.page_size, self._window
         )
         if self.kind.select == "all":
             assert self.kind.ratio is not None
-            table = step.compressed[self.kind.name]
-            visible = (step.positions + 1) // self.kind.ratio
+            table, requests = step.compressed[self.kind.name], self._requests[: step.num_requests]
             slots = kernels.visible_slots(
-                visible, step.token_to_request, table.block_table, table.page_size, self._entries(step)
+                step.seq_lens // self.kind.ratio,
+                requests,
+                table.block_table,
+                table.page_size,
+                self._entries(step),
             )
-            self.entries = slots, visible
+            visible = (step.positions + 1) // self.kind.ratio
+            self.entries = slots, visible, step.token_to_request
 
     def _entries(self, step: Step) -> int:
         """Columns for all entries: the step's where its lengths are known, and no graph has to last."""
@@ -88,15 +97,15 @@ class TritonLayer:
         q: torch.Tensor,
         weights: torch.Tensor,
         visible: torch.Tensor,
-        token_to_request: torch.Tensor,
+        tokens: slice,
         width: int,
         caches: LayerCaches,
         step: Step,
     ) -> torch.Tensor:
-        """Scores of all entries that queries see."""
+        """Scores of the entries that these tokens see."""
         assert caches.index is not None
-        table = step.compressed[self.layer.kind.name]
-        return kernels.index_logits(q, weights, caches.index, table, token_to_request, visible, width)
+        table, requests = step.compressed[self.layer.kind.name], step.token_to_request[tokens]
+        return kernels.index_logits(q, weights, caches.index, table, requests, visible, width)
 
     def index_topk(self, logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """The best of them."""

@@ -113,7 +113,7 @@ def _logits(inputs: Inputs) -> list[Call]:
         heads = (projected.index_q, projected.index_weights, step.positions, inputs.rope)
         q, weights = operations.index_query(*heads, dtype.removeprefix("index_"))
         visible, width = _visible(inputs, turn)
-        rest = (step.token_to_request, width, inputs.caches, step)
+        rest = (slice(None), width, inputs.caches, step)
         return lambda: layer.scores(q, weights, visible, *rest)
 
     return [call(turn) for turn in inputs.turns("indexer.logits")]

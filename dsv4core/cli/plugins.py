@@ -64,7 +64,7 @@ def plugins(as_json: bool) -> int:
 def _row(record: BackendRecord) -> Row:
     try:
         info = load_backend(record).info
-        reason = next(iter(requirement_reasons(info)), None)
+        reason = next(iter(requirement_reasons(info.requirements)), None)
     except PluginError as error:
         if not tolerable(error):
             raise

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dsv4core.api import CAPABILITIES, BackendInfo, ConfigError, LayerPlan, LayerSpec, Reason, Request
+from dsv4core.framework.kernels import TRITON, kernel_reasons
 from dsv4core.framework.manager import Backend, broken
 from dsv4core.framework.requirements import requirement_reasons
 from dsv4core.model.shapes import layer_spec
@@ -35,7 +36,18 @@ def core_reasons(info: BackendInfo, request: Request) -> tuple[Reason, ...]:
         return (
             Reason("platform", f"It has kernels for {served}, and the request is for {request.platform}."),
         )
-    return (*requirement_reasons(info), *_capability_reasons(info, request), *_model_reasons(request))
+    return (
+        *requirement_reasons(info.requirements),
+        *_capability_reasons(info, request),
+        *_model_reasons(request),
+    )
+
+
+def plan_reasons(request: Request, plans: Iterable[LayerPlan]) -> tuple[Reason, ...]:
+    """What the core's kernels need, where a plan asks for them."""
+    if all(plan.core_ops == "torch" for plan in plans):
+        return ()
+    return (*requirement_reasons([TRITON]), *kernel_reasons(request))
 
 
 def check_plan(backend: Backend, request: Request, layer: LayerSpec, plan: LayerPlan) -> None:

@@ -20,7 +20,7 @@ from dsv4core.api import (
     Reason,
     Request,
 )
-from dsv4core.framework.checks import check_plan, check_request, core_reasons, sample_layers
+from dsv4core.framework.checks import check_plan, check_request, core_reasons, plan_reasons, sample_layers
 from dsv4core.framework.discovery import BackendRecord, discover
 from dsv4core.framework.known import absent_reason
 from dsv4core.framework.manager import (
@@ -216,6 +216,8 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
             plan = answer(backend, "dsv4_plan_layer", LayerPlan, layer=layer, **arguments)
         check_plan(backend, request, layer, plan)
         plans[layer.kind.name] = plan
+    if lacking := plan_reasons(request, plans.values()):
+        return lacking
     return Selection(request, backend, options, layout, MappingProxyType(plans))
 
 

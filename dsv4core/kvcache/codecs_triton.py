@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -43,16 +42,10 @@ def cache_arguments(cache: KVCache) -> dict[str, Any]:
         "pool": cache.pool.view(torch.uint8),
         "page_stride": cache.page_stride_bytes,
         "page_size": cache.page_size,
-        "scale": one(cache.pool.device) if cache.scale is None else cache.scale,
+        "scale": cache.scale,
         "FORMAT": FORMATS[cache.format.name],
         "FNUZ": cache.format.fp8 == "e4m3fnuz",
     }
-
-
-@lru_cache
-def one(device: torch.device) -> torch.Tensor:
-    """A scale of 1 on a device, the same tensor each time: captured graphs keep its address."""
-    return torch.ones(1, dtype=torch.float32, device=device)
 
 
 @triton.jit
@@ -76,7 +69,9 @@ def store_row(
     elif FORMAT == 1:
         tl.store((page + offset * (2 * WIDTH)).to(tl.pointer_type(tl.uint16)) + column, bf16_bits(row))
     elif FORMAT == 2:
-        tl.store(page + offset * WIDTH + column, fp8_codes(row * (1.0 / tl.load(scale)), FNUZ))
+        if scale is not None:
+            row = row * (1.0 / tl.load(scale))
+        tl.store(page + offset * WIDTH + column, fp8_codes(row, FNUZ))
     elif FORMAT == 3:
         tl.store((page + offset * (4 * WIDTH)).to(tl.pointer_type(tl.float32)) + column, row)
     else:
@@ -141,7 +136,7 @@ def load_rows(
         else:
             values = fp8_values(tl.load(codes, mask=here, other=0), FNUZ)
         if FORMAT == 2:
-            factors = ones * tl.load(scale)
+            factors = ones if scale is None else ones * tl.load(scale)
         else:
             own = (pool + (page + page_size * WIDTH + offset * 4)).to(tl.pointer_type(tl.float32))
             factors = tl.load(own, mask=wanted, other=0.0)

@@ -8,10 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def rotated(x, rope, position, direction, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """Rows `[ROWS, WIDTH]` fp32, their last `ROPE` channels turned to a position of `rope`; back by -1."""
+    """Rows `[ROWS, WIDTH]` fp32, their last `ROPE` channels turned to a position of `rope`; back by -1.
+
+    Rows of padding may have a position of -1.
+    """
     pair = tl.arange(0, WIDTH // 2) - (WIDTH - ROPE) // 2
     turns = pair >= 0
-    table = rope + position * ROPE + pair
+    table = rope + tl.maximum(position, 0) * ROPE + pair
     cos = tl.load(table, mask=turns, other=1.0)[None, :]
     sin = direction * tl.load(table + ROPE // 2, mask=turns, other=0.0)[None, :]
     even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))

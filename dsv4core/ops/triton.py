@@ -1,6 +1,7 @@
-"""The operations in Triton kernels, by the names of their definitions.
+"""The operations in Triton kernels, by the names of their definitions; norms and large products are torch's.
 
-Tensors lie on a GPU, or Triton's interpreter runs (`TRITON_INTERPRET=1`). Nothing here waits for the device.
+Tensors lie on a GPU, or Triton's interpreter runs (`TRITON_INTERPRET=1`). Only `prepare_linear`, which looks
+at weights, waits for the device. What a model has to be for them: `dsv4core.framework.kernels`.
 """
 
 from dsv4core.ops.compress.triton import compress

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from dsv4core.api import BackendInfo, BackendOptions, PluginError, Reason, Request, Requirement
+from dsv4core.api import PluginError, Reason, Request, Requirement
 from dsv4core.framework.discovery import discover
 from dsv4core.framework.manager import load_backend
 from dsv4core.framework.requirements import requirement_reasons
@@ -14,7 +15,7 @@ from dsv4core.testing.fakes import FAKE_BACKEND, altered, install_backend
 
 
 def reasons(*requirements: Requirement) -> tuple[Reason, ...]:
-    return requirement_reasons(BackendInfo(0, BackendOptions, ("cpu",), "none", requirements))
+    return requirement_reasons(requirements)
 
 
 def pluggy(versions: str) -> Requirement:
@@ -88,6 +89,13 @@ def test_a_leftover_without_metadata_does_not_fit(folder: Path) -> None:
 def test_a_requirement_is_complete(field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} of a requirement is empty; name it.$"):
         Requirement(**{"module": "odd", "distribution": "odd", "install": "pip install odd", field: ""})
+
+
+def test_another_distribution_may_provide_the_same() -> None:
+    either = Requirement("pluggy", "acme-pluggy", "pip install acme-pluggy", ">=1", ("rocm-pluggy", "pluggy"))
+    assert reasons(either) == ()
+    newer = replace(either, version=">=99")
+    assert reasons(newer)[0].text == f"It needs acme-pluggy>=99, and pluggy {version('pluggy')} is installed."
 
 
 NEEDS = "requirements=(Requirement('flashfoo', 'flashfoo-python', 'pip install flashfoo-python', '>=0.6'),),"

@@ -355,6 +355,6 @@ def test_a_long_prefill_chooses_in_turns(make_stack, monkeypatch):
     calls = []
     monkeypatch.setattr(ops, "index_logits", lambda *args: calls.append(args) or index_logits(*args))
     index_logits = ops.indexer.index_logits
-    monkeypatch.setattr("dsv4core.attention.LOGITS", 125 * 64)  # scores of 64 queries
+    monkeypatch.setattr("dsv4core.attention.LOGITS", 128 * 64)  # scores of 64 queries
     assert torch.equal(layer.attention.select(projected, caches, step), whole)
     assert [len(q) for q, *_ in calls] == [64] * 7 + [52]

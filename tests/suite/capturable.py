@@ -71,9 +71,9 @@ class Capturable(Attention):
         _write(states, step.state[kind.name].slot_mapping, rows)
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
-        table = step.compressed[layer.kind.name]
-        slots = ops.visible_slots(visible, token_to_request, table.block_table, table.page_size, width)
+    def dsv4_index_logits(self, layer, q, weights, visible, tokens, width, caches, step):
+        table, requests = step.compressed[layer.kind.name], step.token_to_request[tokens]
+        slots = ops.visible_slots(visible, requests, table.block_table, table.page_size, width)
         products = torch.einsum("thd,tkd->thk", q.float(), _read(caches.index, slots)).relu()
         return torch.einsum("th,thk->tk", weights, products)
 

@@ -77,9 +77,11 @@ class Reference(Hooks):
         ops.compress(projected, ape, norm, state.rope, layer.model.rms_norm_eps, layer.kind, step, *pools)
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
+    def dsv4_index_logits(self, layer, q, weights, visible, tokens, width, caches, step):
         table = step.compressed[layer.kind.name]
-        return ops.index_logits(q, weights, caches.index, table, token_to_request, visible, width)
+        return ops.index_logits(
+            q, weights, caches.index, table, step.token_to_request[tokens], visible, width
+        )
 
     @hookimpl
     def dsv4_index_topk(self, layer, logits, visible):
@@ -742,8 +744,8 @@ class WidthOfTheStep(Reference):
     own, capabilities = frozenset({"index_logits", "index_topk"}), frozenset({"graph"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
-        scores = super().dsv4_index_logits(layer, q, weights, visible, token_to_request, width, caches, step)
+    def dsv4_index_logits(self, layer, q, weights, visible, tokens, width, caches, step):
+        scores = super().dsv4_index_logits(layer, q, weights, visible, tokens, width, caches, step)
         return scores[:, : int(step.positions.max() + 1) // layer.kind.ratio]
 
 
@@ -827,14 +829,10 @@ class IndexWithoutRelu(Reference):
     own = frozenset({"index_logits"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
-        positive = super().dsv4_index_logits(
-            layer, q, weights, visible, token_to_request, width, caches, step
-        )
+    def dsv4_index_logits(self, layer, q, weights, visible, tokens, width, caches, step):
+        positive = super().dsv4_index_logits(layer, q, weights, visible, tokens, width, caches, step)
         negated = (-q.float()).to(q.dtype)
-        negative = super().dsv4_index_logits(
-            layer, negated, weights, visible, token_to_request, width, caches, step
-        )
+        negative = super().dsv4_index_logits(layer, negated, weights, visible, tokens, width, caches, step)
         return torch.where(positive.isneginf(), positive, positive - negative)
 
 
@@ -846,10 +844,10 @@ class ScoresOfTheFirstQueries(Reference):
     own = frozenset({"index_logits"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
-        own = (step.positions[: len(q)] + 1) // layer.kind.ratio
-        requests = step.token_to_request[: len(q)]
-        return super().dsv4_index_logits(layer, q, weights, own, requests, width, caches, step)
+    def dsv4_index_logits(self, layer, q, weights, visible, tokens, width, caches, step):
+        first = slice(len(q))
+        own = (step.positions[first] + 1) // layer.kind.ratio
+        return super().dsv4_index_logits(layer, q, weights, own, first, width, caches, step)
 
 
 class ScoresBehindTheEntries(Reference):
@@ -914,8 +912,8 @@ class OnlyTheChunkIsScored(Reference):
     own = frozenset({"index_logits"})
 
     @hookimpl
-    def dsv4_index_logits(self, layer, q, weights, visible, token_to_request, width, caches, step):
-        scores = super().dsv4_index_logits(layer, q, weights, visible, token_to_request, width, caches, step)
+    def dsv4_index_logits(self, layer, q, weights, visible, tokens, width, caches, step):
+        scores = super().dsv4_index_logits(layer, q, weights, visible, tokens, width, caches, step)
         return torch.where(scores.isneginf(), scores, -torch.arange(scores.shape[1]).float())
 
 

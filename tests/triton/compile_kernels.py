@@ -59,12 +59,13 @@ def cases(chip: str) -> Iterator[Case]:
 def _writers() -> Iterator[Case]:
     for form, fp8 in ((PACKED, False), (FP8, True)):
         constants = {"FORMAT": form, "HEADS": insert.HEADS, "WIDTH": 512, "ROPE": 64, "Q_FP8": fp8}
-        yield insert._insert, constants | {"Q_FNUZ": False}, CODES if fp8 else {}, 3
+        own = {"scale": None, "q_scale": None} if form == PACKED else {}
+        yield insert._insert, constants | own | {"Q_FNUZ": False}, CODES if fp8 else {}, 3
     for groups, ratio, width, form in ((2, 4, 512, PACKED), (1, 128, 512, BF16), (2, 4, 128, SCALED)):
         sizes = {"GROUPS": groups, "RATIO": ratio, "WIDTH": width}
         channels = min(width, compress.POOLED // (groups * ratio))
         yield compress._pool, sizes | {"CHANNELS": channels, "TOKENS": 4}, {}, 3
-        yield compress._store, sizes | {"FORMAT": form, "ROPE": 64}, {}, 3
+        yield compress._store, sizes | {"FORMAT": form, "ROPE": 64, "entry_scale": None}, {}, 3
 
 
 def _indexer(chip: str) -> Iterator[Case]:
@@ -74,17 +75,13 @@ def _indexer(chip: str) -> Iterator[Case]:
     for form, whole in ((SCALED, True), (SCALED, False), (FP32, True)):
         sizes = {"HEADS": 64, "WIDTH": 128, "KEYS": indexer.KEYS, "SPAN": indexer.SPAN, "WHOLE": whole}
         fp8 = form == SCALED
-        # FNUZ keys on gfx942 meet queries of the same flavour here.
-        form_of_q = {"Q_FP8": fp8, "Q_FNUZ": chip == "gfx942", "NATIVE": fp8 and chip.startswith("gfx")}
-        yield (
-            indexer._score,
-            sizes | form_of_q | {"FORMAT": form},
-            {"q": "*u8"} if fp8 else {},
-            (indexer.STAGES if chip.startswith("sm") else 2),
-        )
-    for size, level, numbers in ((128, 0, False), (topk.CHUNK, 1, True)):
+        # Queries are OCP's: with the FNUZ keys of gfx942 they are converted, with gfx950's multiplied.
+        constants = {"Q_FP8": fp8, "Q_FNUZ": False, "NATIVE": fp8 and chip == "gfx950", "scale": None}
+        types = {"requests": "i32"} | ({"q": "*u8"} if fp8 else {})
+        yield indexer._score, sizes | constants | {"FORMAT": form}, types, _stages(chip, indexer.STAGES)
+    for size, level, absent in ((128, 0, {"numbers": None, "best": None}), (topk.CHUNK, 1, {})):
         constants = {"CHUNK": topk.CHUNK, "SIZE": size, "MOST": 2048, "LEVEL": level, "GUESSES": topk.GUESSES}
-        yield topk._keep_best, constants | ({} if numbers else {"numbers": None}), {}, 3
+        yield topk._keep_best, constants | absent, {}, 3
 
 
 def _tables() -> Iterator[Case]:
@@ -100,30 +97,34 @@ def _products(chip: str) -> Iterator[Case]:
     height, width, _ = linear.LONG
     block, cuda = linear.BLOCK, chip.startswith("sm")
     sizes = {"HEADS": quant.HEADS, "WIDTH": 512, "ROPE": 64, "BLOCK": block}
-    yield quant._rotate_back, sizes, {"scales": "*fp32"}, 3
-    yield (
-        linear._times_row,
-        {"HEIGHT": height, "WIDTH": width, "BLOCK": block, "NATIVE": False},
-        {},
-        3,
-    )
-    for rows, tokens in ((64, 16), (128, 64)):
-        sizes = {"HEIGHT": rows, "TOKENS": tokens, "BLOCK": block, "PACKED": cuda}
-        yield linear._times_rows, sizes, {"out": "*fp32"}, linear.STAGES if cuda else 2
+    yield quant._rotate_back, sizes, CODES | {"scales": "*fp32"}, 3
+    yield quant._rotate_back, sizes | {"scales": None}, {}, 3
+    yield linear._times_row, {"HEIGHT": height, "WIDTH": width, "BLOCK": block, "NATIVE": False}, {}, 3
+    for rows, tokens, dtype in ((64, 16, "*bf16"), (128, 64, "*bf16"), (64, 16, "*fp32")):
+        packed, stages = cuda and dtype == "*bf16", _stages(chip, linear.STAGES)
+        sizes = {"HEIGHT": rows, "TOKENS": tokens, "BLOCK": block, "PACKED": packed}
+        types = {"x": dtype, "out": "*fp32"}
+        yield linear._times_rows, sizes, types, stages if dtype == "*bf16" else 1
     yield linear._decode, {"HEIGHT": 16, "WIDTH": 512, "BLOCK": block}, {}, 3
 
 
 def _attention(chip: str) -> Iterator[Case]:
-    sizes = {"KEYS": attention.KEYS, "WIDTH": 512}
-    most = attention.FEW_HEADS if chip == "sm_86" else attention.HEADS
-    for form, heads in ((PACKED, most), (PACKED, 16), (BF16, most)):
-        shift = attention.SHIFT if form == PACKED and chip.startswith("sm") else 0
-        forms = {"FORMAT": form, "MORE_FORMAT": form, "MORE_FNUZ": False, "HEADS": heads, "SHIFT": shift}
-        types = {"sinks": "*fp32", "slots": "*i32", "lengths": "*i64", "more_lengths": "*i64", "lse": "*fp32"}
-        types |= {"scale": "*fp32", "more_scale": "*fp32"}
-        yield attention._attend, sizes | forms, types, 1
+    few, most = attention.FEW_HEADS, attention.FEW_HEADS if chip == "sm_86" else attention.HEADS
+    types = {"sinks": "*fp32", "slots": "*i32", "lse": "*fp32", "scale": "*fp32", "more_scale": "*fp32"}
+    types |= dict.fromkeys(("lengths", "more_lengths"), "*i64")
+    types |= dict.fromkeys(("table_rows", "more_table_rows"), "*i32")
+    for form, heads, dtype in ((PACKED, most, "*bf16"), (BF16, most, "*bf16"), (FP8, few, "*fp32")):
+        shift = attention.SHIFT if form == PACKED and chip == "sm_86" else 0
+        forms = {"FORMAT": form, "MORE_FORMAT": form, "MORE_FNUZ": False, "SHIFT": shift}
+        keys = attention.KEYS if dtype == "*bf16" else attention.KEYS // 2
+        sizes = {"HEADS": heads, "KEYS": keys, "WIDTH": 512}
+        yield attention._attend, sizes | forms, types | {"q": dtype, "out": dtype}, 1
     types = {"sinks": "*fp32", "parts": "*fp32", "part_lse": "*fp32", "lse": "*fp32"}
     yield attention._merge, {"MOST": attention.MOST_SPLITS, "WIDTH": 512}, types, 3
+
+
+def _stages(chip: str, wanted: int) -> int:
+    return wanted if chip.startswith("sm") else 2
 
 
 def compiled(case: Case, chip: str) -> Any:

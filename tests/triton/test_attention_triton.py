@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4core import ops
+from dsv4core.api import ConfigError
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout, with_fp8_flavour
 from dsv4core.model.shapes import PRESETS
 from dsv4core.ops.sparse_mla import Rows
@@ -61,8 +62,9 @@ def test_two_pools(name: str, splits: int, dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setattr(kernels, "_splits", lambda *sizes: splits)
     monkeypatch.setattr(kernels, "HEADS", 16)
     q = torch.randn(3, 21, 512, device=DEVICE).to(dtype)
-    lengths = torch.tensor([70, 1, 50], device=DEVICE)
-    pools = [Rows(pool(name, 64), named(3, 40)), Rows(pool(name, 5), named(3, 70), lengths)]
+    lengths = torch.tensor([70, 1, 0], device=DEVICE)
+    shared = torch.tensor([1, 0, 0], dtype=torch.int32, device=DEVICE)
+    pools = [Rows(pool(name, 64), named(3, 40)), Rows(pool(name, 5), named(3, 70)[:2], lengths, shared)]
     sinks = torch.randn(21, device=DEVICE)
     sinks[:3] = torch.tensor([-math.inf, math.inf, 0.0])
     found = kernels.sparse_mla(q, pools, SCALE, sinks, want_lse=True)
@@ -100,6 +102,23 @@ def test_rows_of_any_magnitude() -> None:
     assert bool(due[3].isnan().any())
     keep = [0, 1, 2, 4]
     assert_attention((found[keep], None), (due[keep], None))
+
+
+def test_a_scale_beyond_what_is_decoded() -> None:
+    """A packed row of 1e25 is finite where codes are converted one by one, and else not a number."""
+    cache = pool("fp8_ds_mla", 64)
+    cache.write(torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.full((1, 512), 1e25, device=DEVICE))
+    cuda = DEVICE == "cuda"
+    q = torch.full((1, 16, 512), 1e-20, device=DEVICE).to(torch.bfloat16 if cuda else torch.float32)
+    slots = torch.tensor([[0, 5]], dtype=torch.int32, device=DEVICE)
+    found = kernels.sparse_mla(q, [(cache, slots)], SCALE)[0]
+    assert bool(found.isnan().all() if cuda else (found > 9e24).all())
+
+
+def test_three_pools_are_refused() -> None:
+    rows = (pool("bf16", 64), named(1, 5))
+    with pytest.raises(ConfigError, match="3 pools were given, and this kernel attends one or two"):
+        kernels.sparse_mla(torch.zeros(1, 16, 512, device=DEVICE), [rows] * 3, SCALE)
 
 
 def test_no_query() -> None:

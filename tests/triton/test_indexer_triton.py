@@ -1,4 +1,4 @@
-"""Scores of visible entries, and minus infinity behind them."""
+"""Queries, scores of visible entries, and the best of them."""
 
 from __future__ import annotations
 
@@ -66,6 +66,16 @@ def test_index_query(dtype: str) -> None:
         assert int((found.view(bits) != due.view(bits))[~nan].sum()) <= 4, "a value between two codes"
         assert torch.equal(found.float().isnan(), nan)
     torch.testing.assert_close(found_weights, due_weights, equal_nan=True)
+
+
+def test_requests_that_are_none_have_no_scores() -> None:
+    """Rows of padding may name requests that the step has not."""
+    keys, visible = keys_among_nan("fp8"), torch.full((3,), 5, device=DEVICE)
+    q = torch.randn(3, 16, 128, device=DEVICE).to(torch.float8_e4m3fn)
+    requests = torch.tensor([7, -1, 0], dtype=torch.int32, device=DEVICE)
+    table = CacheTable(torch.tensor(PAGES, dtype=torch.int32, device=DEVICE), visible, 16)
+    found = index_logits(q, torch.randn(3, 16, device=DEVICE), keys, table, requests, visible, 16)
+    assert bool(found[2, :5].isfinite().all())
 
 
 def test_an_unknown_precision_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,24 @@ def test_fp8_queries(dtype: torch.dtype) -> None:
     due, found = both(*projected(4, torch.float32), pools("bf16"), q_dtype=dtype, q_scale=scale)
     assert found.dtype == dtype
     assert int((found.view(torch.uint8) != due.view(torch.uint8)).sum()) <= 4, "a value between two codes"
+
+
+def test_fp8_queries_without_a_scale() -> None:
+    """The cache's scale is not theirs; padded heads are zeros without a sign."""
+    caches = pools("fp8_e4m3")
+    scaled = [replace(cache, scale=torch.tensor([0.5], device=DEVICE)) for cache in caches]
+    due, found = both(*projected(3, torch.float32), scaled, padded_heads=5, q_dtype=torch.float8_e4m3fn)
+    assert int((found.view(torch.uint8) != due.view(torch.uint8)).sum()) <= 4, "a value between two codes"
+    assert bool((found[:, 3:].view(torch.uint8) == 0).all())
+    codes = [cache.pool.view(torch.uint8) for cache in scaled]
+    assert int((codes[0] != codes[1]).sum()) <= 2
+
+
+def test_rows_of_padding_may_have_no_position() -> None:
+    q, kv = projected(2, torch.float32)
+    slots = torch.full_like(POSITIONS, -1)
+    out = qk_norm_rope_insert(q, kv, torch.full_like(POSITIONS, -1), ROPE, pools("bf16")[0], slots, 1e-6)
+    assert bool(out.isfinite().all())
 
 
 def test_rows_that_are_apart() -> None:

@@ -48,7 +48,7 @@ def weight_of(rows: int, columns: int) -> Weight:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 17, 128, 131])
-@pytest.mark.parametrize(("rows", "columns"), [(200, 128), (128, 1152)])
+@pytest.mark.parametrize(("rows", "columns"), [(200, 128), (128, 1536)])
 def test_products(tokens: int, rows: int, columns: int) -> None:
     """Rows that are apart."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -82,7 +82,13 @@ def test_plain_products() -> None:
 
 def test_weights_that_are_refused() -> None:
     good = weight_of(128, 128)
-    with pytest.raises(ConfigError, match="no powers of two from 2\\^-100 to 2\\^6"):
+    with pytest.raises(ConfigError, match="no powers of two up to 2\\^7"):
         prepare_linear(Weight(good.data, torch.full((1, 1), 0.3), (128, 128)))
+    with pytest.raises(ConfigError, match="A weight of 128 x 128 has values that are NaN; write it anew"):
+        prepare_linear(Weight(torch.full_like(good.data, float("nan")), good.scale, (128, 128)))
+    with pytest.raises(ConfigError, match="Groups of 64 rows were given, and kernels multiply groups of 128"):
+        grouped_linear(torch.zeros(1, 256, device=DEVICE), prepare_linear(good), 2)
+    with pytest.raises(ConfigError, match="Activations are float16"):
+        linear(torch.zeros(1, 128, device=DEVICE).half(), prepare_linear(good))
     with pytest.raises(ConfigError, match=r"blocks of \(64, 128\) was given.*use backend=reference"):
         prepare_linear(Weight(good.data, torch.ones(2, 1), (64, 128)))

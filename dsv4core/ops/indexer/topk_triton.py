@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from dsv4core.api.errors import ConfigError
+from dsv4core.workspace import CHUNK
 
-CHUNK = 16384
-"""Scores of one program: 32 a thread of 512."""
 GUESSES = 12
 """Counts at interpolated scores, before the search halves."""
 

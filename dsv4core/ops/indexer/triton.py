@@ -86,7 +86,7 @@ def index_logits(
             table.block_table,
             logits,
             width,
-            table.block_table.shape[1],
+            *table.block_table.shape,
             q.stride(0),
             weights.stride(0),
             table.block_table.stride(0),
@@ -98,11 +98,16 @@ def index_logits(
             WHOLE=keys.page_size % KEYS == 0,
             Q_FP8=fp8,
             Q_FNUZ=q.dtype == torch.float8_e4m3fnuz,
-            NATIVE=fp8 and multiplies_fp8(q.device, q.dtype),
+            NATIVE=fp8 and q.dtype == _dtype(keys) and multiplies_fp8(q.device, q.dtype),
             num_warps=4,
             num_stages=stages(q.device, STAGES),
         )
     return logits
+
+
+def _dtype(keys: KVCache) -> torch.dtype | None:
+    """The flavour of FP8 keys."""
+    return None if keys.format.fp8 is None else getattr(torch, f"float8_{keys.format.fp8}")
 
 
 @triton.jit
@@ -147,6 +152,7 @@ def _score(
     block_table,
     logits,
     width,
+    requests,
     pages,
     q_stride,
     weight_stride,
@@ -168,10 +174,11 @@ def _score(
 ):
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
     seen = tl.minimum(tl.load(visible + token).to(tl.int32), width)
-    if first >= seen:
+    request = tl.load(token_to_request + token).to(tl.int64)
+    if (first >= seen) | (request < 0) | (request >= requests):
         return
     row = logits + token * width
-    table = block_table + tl.load(token_to_request + token).to(tl.int64) * table_stride
+    table = block_table + request * table_stride
     head, channel = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     place = q + token * q_stride + head[None, :] * WIDTH + channel[:, None]
     if NATIVE:

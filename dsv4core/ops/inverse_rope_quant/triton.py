@@ -1,4 +1,4 @@
-"""`inverse_rope_quant` in one kernel."""
+"""`inverse_rope_quant` in one kernel, which rotates back without quantising, too."""
 
 from __future__ import annotations
 
@@ -19,39 +19,34 @@ def inverse_rope_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the definition; the head dimension is a power of two."""
     tokens, heads, width = attention.shape
-    codes = torch.empty(tokens, heads, width, dtype=torch.float8_e4m3fn, device=attention.device)
+    codes = torch.empty(attention.shape, dtype=torch.float8_e4m3fn, device=attention.device)
     scale = torch.empty(tokens, heads, width // BLOCK, dtype=torch.float32, device=attention.device)
-    if tokens:
-        _rotate_back[(tokens, triton.cdiv(heads, HEADS))](
-            attention,
-            positions,
-            rope,
-            codes.view(torch.uint8),
-            scale,
-            heads,
-            attention.stride(0),
-            attention.stride(1),
-            MIN_AMAX,
-            HEADS=HEADS,
-            WIDTH=width,
-            ROPE=rope.shape[1],
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+    _launch(attention, positions, rope, codes.view(torch.uint8), scale)
     return codes, scale
 
 
 def inverse_rope(attention: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """The heads rotated back, in their dtype and side by side, for products that take no FP8."""
+    out = torch.empty(attention.shape, dtype=attention.dtype, device=attention.device)
+    _launch(attention, positions, rope, out, None)
+    return out
+
+
+def _launch(
+    attention: torch.Tensor,
+    positions: torch.Tensor,
+    rope: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> None:
     tokens, heads, width = attention.shape
-    out = torch.empty(tokens, heads, width, dtype=attention.dtype, device=attention.device)
     if tokens:
         _rotate_back[(tokens, triton.cdiv(heads, HEADS))](
             attention,
             positions,
             rope,
             out,
-            None,
+            scales,
             heads,
             attention.stride(0),
             attention.stride(1),
@@ -62,7 +57,6 @@ def inverse_rope(attention: torch.Tensor, positions: torch.Tensor, rope: torch.T
             BLOCK=BLOCK,
             num_warps=4,
         )
-    return out
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def prepare_linear(weight: Weight) -> Weight:
     """Bring a weight into the form that `linear` multiplies with: FP8 as it is, its scales as fp32.
 
     Raises:
-        ConfigError: Blocks are not of 128 x 128, or a scale is no power of two from 2^-100 to 2^6.
+        ConfigError: Blocks are not of 128 x 128, a scale is no power of two up to 2^7, or there is a NaN.
     """
     if weight.scale is None:
         return Weight(weight.data.contiguous())
@@ -48,11 +48,13 @@ def prepare_linear(weight: Weight) -> Weight:
         )
     scale = weight.scale.float().contiguous()
     mantissa, exponent = torch.frexp(scale)
-    if not bool(((mantissa == 0.5) & (exponent > -100) & (exponent <= 7)).all()):
+    if not bool(((mantissa == 0.5) & (exponent <= 8)).all()):
         raise ConfigError(
-            "A weight has scales that are no powers of two from 2^-100 to 2^6, and kernels multiply with "
-            "those of float8_e8m0fnu; quantise it again."
+            f"A weight of {rows} x {columns} has scales that are no powers of two up to 2^7, and kernels "
+            "multiply with those of float8_e8m0fnu; quantise it again."
         )
+    if bool((weight.data.view(torch.uint8) & 0x7F == 0x7F).any()):  # converted in pairs, it would be 480
+        raise ConfigError(f"A weight of {rows} x {columns} has values that are NaN; write it anew.")
     return Weight(weight.data.contiguous(), scale, weight.block)
 
 
@@ -74,8 +76,16 @@ def grouped_linear(
 
     Returns:
         `[tokens, groups * out]`.
+
+    Raises:
+        ConfigError: A group has another number of rows, or activations are fp16, which holds no scaled code.
     """
     dtype, tokens = out_dtype or x.dtype, x.shape[0]
+    rows = weight.data.shape[0] // groups
+    if groups > 1 and rows % BLOCK:
+        raise ConfigError(f"Groups of {rows} rows were given, and kernels multiply groups of {BLOCK}.")
+    if weight.scale is not None and x.dtype == torch.float16:
+        raise ConfigError("Activations are float16, and FP8 weights are multiplied in bfloat16 or float32.")
     if tokens == 0:
         return torch.empty(0, weight.data.shape[0], dtype=dtype, device=x.device)
     if weight.scale is not None and tokens == 1:
@@ -103,7 +113,7 @@ def _many(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def _plain(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype == weight.dtype == dtype:
         return torch.nn.functional.linear(x, weight)
-    if x.dtype == weight.dtype and dtype == torch.float32 and x.is_cuda:
+    if x.dtype == weight.dtype and dtype == torch.float32 and x.is_cuda and torch.version.hip is None:
         return torch.mm(x, weight.T, out_dtype=dtype)
     return torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
 
@@ -136,7 +146,8 @@ def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
     """Up to 128 rows. Where the weight has few rows, programs share its columns and their sums are added."""
     assert weight.scale is not None
     tokens, (rows, columns) = x.shape[0], weight.data.shape
-    width = min(max(triton.next_power_of_2(tokens), 16), 64)
+    narrow = x.dtype == torch.float32  # for the sake of shared memory: nobody serves in fp32
+    width = 16 if narrow else min(max(triton.next_power_of_2(tokens), 16), 64)
     height = 64 if width == 16 else 128
     tiles = triton.cdiv(rows, height) * triton.cdiv(tokens, width)
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, tiles)), 8, columns // BLOCK)
@@ -159,7 +170,7 @@ def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
         BLOCK=BLOCK,
         PACKED=converts_packed(x.device) and x.dtype == torch.bfloat16,
         num_warps=4,
-        num_stages=stages(x.device, STAGES),
+        num_stages=1 if narrow else stages(x.device, STAGES),
     )
     return out[0] if splits == 1 else out.sum(0).to(dtype)
 

@@ -33,7 +33,6 @@ def qk_norm_rope_insert(
     out = torch.empty(tokens, padded, width, dtype=dtype, device=q.device)
     if tokens == 0:
         return out
-    arguments = cache_arguments(window)
     blocks = triton.cdiv(padded, HEADS)
     _insert[(tokens, blocks + 1)](
         q,
@@ -42,7 +41,7 @@ def qk_norm_rope_insert(
         rope,
         slot_mapping,
         out.view(torch.uint8) if dtype.itemsize == 1 else out,
-        arguments["scale"] if q_scale is None else q_scale,
+        q_scale,
         heads,
         padded,
         slot_mapping.shape[0],
@@ -50,7 +49,7 @@ def qk_norm_rope_insert(
         q.stride(1),
         kv.stride(0),
         eps,
-        **arguments,
+        **cache_arguments(window),
         HEADS=HEADS,
         WIDTH=width,
         ROPE=rope.shape[1],
@@ -107,5 +106,7 @@ def _insert(
         x = rotated(x * tl.rsqrt(mean + eps)[:, None], rope, position, 1, HEADS, WIDTH, ROPE)
         target = out + (token * padded + head[:, None]) * WIDTH + column[None, :]
         if Q_FP8:
-            x = fp8_codes(x * (1.0 / tl.load(q_scale)), Q_FNUZ)
+            if q_scale is not None:
+                x = x * (1.0 / tl.load(q_scale))
+            x = tl.where(here, fp8_codes(x, Q_FNUZ), 0)  # a zero that was turned may be negative
         tl.store(target, x.to(out.dtype.element_ty), mask=(head < padded)[:, None])

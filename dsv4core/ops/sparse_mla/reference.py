@@ -18,19 +18,22 @@ class Rows(NamedTuple):
         cache: The pool.
         slots: `[tokens, k]` int32; negative is nothing, wherever it stands. One named twice counts twice.
         lengths: `[tokens]`: columns from the front that count; None if all do.
+        table_rows: `[tokens]`: each query's row of `slots`, which then may be shared; None if it is its own.
     """
 
     cache: KVCache
     slots: torch.Tensor
     lengths: torch.Tensor | None = None
+    table_rows: torch.Tensor | None = None
 
     @property
     def named(self) -> torch.Tensor:
-        """The slots, -1 behind the length."""
+        """Each query's slots, -1 behind its length."""
+        slots = self.slots if self.table_rows is None else self.slots[self.table_rows]
         if self.lengths is None:
-            return self.slots
-        column = torch.arange(self.slots.shape[1], device=self.slots.device)
-        return torch.where(column < self.lengths[:, None], self.slots, -1)
+            return slots
+        column = torch.arange(slots.shape[1], device=slots.device)
+        return torch.where(column < self.lengths[:, None], slots, -1)
 
 
 Pool = tuple[KVCache, torch.Tensor]

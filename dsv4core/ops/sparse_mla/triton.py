@@ -14,20 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4core.api.errors import ConfigError
 from dsv4core.fp8_triton import bf16_of_codes, converts_packed, fp8_values
 from dsv4core.kvcache.codecs_triton import cache_arguments
 from dsv4core.ops.sparse_mla.reference import Pool, Rows
 
 HEADS = 64
 """Most heads of one program: its sums are 64 x 512 in registers."""
-FEW_HEADS, SMALL = 16, ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
-"""Most of them on chips with 99 KB of shared memory (sm_86 and so on): queries and keys of 64 take 128 KB."""
+FEW_HEADS = 16
+"""Most of them in fp32, and on chips like sm_86 with 99 KB of shared memory: 64 and keys take 128 KB."""
 KEYS = 32
 """Rows that are attended at a time."""
 MOST_SPLITS = 16
 SHIFT = 60
 """Packed rows are decoded times 2^-60 where two codes are converted at once: bf16 holds any of them."""
-NOTHING = (None, None, 0, 0, None, 0, 1, None, 0, False)
+NOTHING = (None, None, None, 0, 0, None, 0, 1, None, 0, False)
 """Arguments of a pool that is not there."""
 
 
@@ -40,7 +41,11 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the definition, for one pool or two, and rows whose width is a power of two.
 
-    Keys are rounded to the dtype of `q`, or to bf16 for an FP8 one.
+    Keys are rounded to the dtype of `q`, or to bf16 for an FP8 one. A packed row with a scale of 2^68 or more
+    is taken as NaN.
+
+    Raises:
+        ConfigError: There are more than two pools.
     """
     tokens, heads, width = q.shape
     dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
@@ -49,7 +54,10 @@ def sparse_mla(
     if tokens == 0:
         return out, lse
     rows = [Rows(*own) for own in pools]
-    block = min(_most_heads(q.device), max(16, triton.next_power_of_2(heads)))
+    if not 1 <= len(rows) <= 2:
+        raise ConfigError(f"{len(rows)} pools were given, and this kernel attends one or two.")
+    keys = KEYS if dtype.itemsize == 2 else KEYS // 2
+    block = min(_most_heads(q.device, dtype), max(16, triton.next_power_of_2(heads)))
     blocks = triton.cdiv(heads, block)
     splits = _splits(tokens * blocks, sum(own.slots.shape[1] for own in rows), q.device)
     parts, part_lse = out, lse
@@ -69,10 +77,10 @@ def sparse_mla(
         *_arguments(rows[0]),
         *(_arguments(rows[1]) if len(rows) > 1 else NOTHING),
         HEADS=block,
-        KEYS=KEYS,
+        KEYS=keys,
         WIDTH=width,
         SHIFT=SHIFT if packed and converts_packed(q.device) and dtype == torch.bfloat16 else 0,
-        num_warps=8 if block > 16 else 4,
+        num_warps=8 if block > FEW_HEADS else 4,
         num_stages=1,
     )
     if splits > 1:
@@ -84,7 +92,7 @@ def sparse_mla(
 
 def _arguments(rows: Rows) -> tuple[Any, ...]:
     cache = cache_arguments(rows.cache)
-    places = (rows.slots, rows.lengths, rows.slots.shape[1], rows.slots.stride(0))
+    places = (rows.slots, rows.lengths, rows.table_rows, rows.slots.shape[1], rows.slots.stride(0))
     return (*places, *cache.values())
 
 
@@ -94,10 +102,14 @@ def _splits(programs: int, columns: int, device: torch.device) -> int:
     return max(1, min(most, _processors(device) // programs))
 
 
-def _most_heads(device: torch.device) -> int:
+def _most_heads(device: torch.device, dtype: torch.dtype) -> int:
+    if dtype == torch.float32:
+        return FEW_HEADS
     if device.type != "cuda" or torch.version.hip is not None:
         return HEADS
-    return FEW_HEADS if torch.cuda.get_device_capability(device) in SMALL else HEADS
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return HEADS if shared >= 132 << 10 else FEW_HEADS
 
 
 @lru_cache
@@ -117,6 +129,7 @@ def _attend(
     softmax_scale,
     slots,
     lengths,
+    table_rows,
     columns,
     slot_stride,
     pool,
@@ -127,6 +140,7 @@ def _attend(
     FNUZ: tl.constexpr,
     more_slots,
     more_lengths,
+    more_table_rows,
     more_columns,
     more_slot_stride,
     more_pool,
@@ -153,18 +167,19 @@ def _attend(
     highest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     summed = tl.zeros((HEADS, WIDTH), tl.float32)
-    first, last = _part(lengths, columns, token, split, KEYS)
+    length, first, last = _part(lengths, columns, token, split, KEYS)
+    row = _row(slots, table_rows, token, slot_stride)
     for begin in range(first, last, KEYS):
-        slot, wanted = _slots(slots + token * slot_stride, begin, last, columns, lengths, token, KEYS)
+        slot, wanted = _slots(row, begin, length, KEYS)
         rows = _rows(
             slot, wanted, pool, page_stride, page_size, scale, FORMAT, FNUZ, KEYS, WIDTH, SHIFT, query.dtype
         )
         highest, total, summed = _attended(query, rows, wanted, factor, highest, total, summed)
     if more_slots is not None:
-        first, last = _part(more_lengths, more_columns, token, split, KEYS)
+        length, first, last = _part(more_lengths, more_columns, token, split, KEYS)
+        row = _row(more_slots, more_table_rows, token, more_slot_stride)
         for begin in range(first, last, KEYS):
-            row = more_slots + token * more_slot_stride
-            slot, wanted = _slots(row, begin, last, more_columns, more_lengths, token, KEYS)
+            slot, wanted = _slots(row, begin, length, KEYS)
             rows = _rows(
                 slot,
                 wanted,
@@ -180,34 +195,40 @@ def _attend(
                 query.dtype,
             )
             highest, total, summed = _attended(query, rows, wanted, factor, highest, total, summed)
-    row = (split * tl.num_programs(0) + token) * heads + head
+    target = (split * tl.num_programs(0) + token) * heads + head
     if lse is not None:
-        tl.store(lse + row, (highest + tl.log2(tl.maximum(total, 1e-37))) * 0.6931471805599453, mask=here)
+        tl.store(lse + target, (highest + tl.log2(tl.maximum(total, 1e-37))) * 0.6931471805599453, mask=here)
     divisor, faded = total, tl.full((HEADS,), 1.0, tl.float32)
     if sinks is not None:
         divisor, faded = _with_sink(highest, total, tl.load(sinks + head, mask=here, other=float("-inf")))
     result = summed * (faded * 2.0**SHIFT / tl.where(divisor > 0, divisor, 1.0))[:, None]
     tl.store(
-        out + row[:, None] * WIDTH + channel[None, :], result.to(out.dtype.element_ty), mask=here[:, None]
+        out + target[:, None] * WIDTH + channel[None, :], result.to(out.dtype.element_ty), mask=here[:, None]
     )
 
 
 @triton.jit
 def _part(lengths, columns, token, split, KEYS: tl.constexpr):
-    """The columns of a split: whole tiles, as many for each."""
+    """A query's columns, and those of them that are a split's: whole tiles, as many for each."""
     length = columns
     if lengths is not None:
         length = tl.minimum(tl.load(lengths + token).to(tl.int32), columns)
     tiles, splits = tl.cdiv(length, KEYS), tl.num_programs(2)
-    return tiles * split // splits * KEYS, tiles * (split + 1) // splits * KEYS
+    return length, tiles * split // splits * KEYS, tiles * (split + 1) // splits * KEYS
 
 
 @triton.jit
-def _slots(row, begin, last, columns, lengths, token, KEYS: tl.constexpr):
+def _row(slots, table_rows, token, stride):
+    """Where a query's slots lie."""
+    row = token
+    if table_rows is not None:
+        row = tl.load(table_rows + token).to(tl.int64)
+    return slots + row * stride
+
+
+@triton.jit
+def _slots(row, begin, length, KEYS: tl.constexpr):
     column = begin + tl.arange(0, KEYS)
-    length = columns
-    if lengths is not None:
-        length = tl.minimum(tl.load(lengths + token).to(tl.int32), columns)
     slot = tl.load(row + column, mask=column < length, other=-1)
     return slot, slot >= 0
 
@@ -241,7 +262,9 @@ def _rows(
         turned = tl.load(rotary, mask=here & (column >= WIDTH - 64), other=0.0)
         if SHIFT:
             bits = (exponent.to(tl.uint16) + (120 - SHIFT)) << 7
-            factor = tl.where(exponent == 255, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            factor = (
+                tl.where(exponent > 134 + SHIFT, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            )
             tiles = tl.reshape(bf16_of_codes(codes), (KEYS, WIDTH // 64, 64)) * factor[:, :, None]
             # Not a float: Triton 3.6 makes 0 of a bf16 constant of 2^-60.
             tiny = tl.full((1, WIDTH), (127 - SHIFT) << 7, tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -260,7 +283,10 @@ def _rows(
         rows = tl.load(floats, mask=here, other=0.0).to(DTYPE)
     else:
         codes = tl.load((page + offset * WIDTH)[:, None] + column, mask=here, other=0)
-        rows = (fp8_values(codes, FNUZ).to(tl.float32) * tl.load(scale)).to(DTYPE)
+        values = fp8_values(codes, FNUZ).to(tl.float32)
+        if scale is not None:
+            values *= tl.load(scale)
+        rows = values.to(DTYPE)
     return rows
 
 

@@ -48,12 +48,12 @@ def logits(
     own, keys, kind = ledger.attention.bound.index_logits, ledger.caches.index, ledger.case.kind
     assert keys is not None
     assert kind.ratio is not None
-    visible, requests = ((step.positions + 1) // kind.ratio)[rows], step.token_to_request[rows]
+    visible = ((step.positions + 1) // kind.ratio)[rows]
     width = kind.visible_entries(step.limits.max_model_len)
     if own is not None:
-        found: torch.Tensor = own(q[rows], weights[rows], visible, requests, width, ledger.caches, step)
+        found: torch.Tensor = own(q[rows], weights[rows], visible, rows, width, ledger.caches, step)
         return found
-    table = step.compressed[kind.name]
+    table, requests = step.compressed[kind.name], step.token_to_request[rows]
     return ops.index_logits(q[rows], weights[rows], keys, table, requests, visible, width)
 
 
