@@ -115,6 +115,15 @@ def test_a_scale_beyond_what_is_decoded() -> None:
     assert bool(found.isnan().all() if cuda else (found > 9e24).all())
 
 
+def test_rows_of_padding_may_name_any_table_row() -> None:
+    q, cache = torch.randn(3, 16, 512, device=DEVICE), pool("bf16", 64)
+    requests = torch.tensor([1, 99, -5], dtype=torch.int32, device=DEVICE)
+    rows = Rows(cache, named(3, 20)[:2], torch.tensor([20, 20, 20], device=DEVICE), requests)
+    found, _ = kernels.sparse_mla(q, [rows], SCALE)
+    due, _ = ops.sparse_mla(q[:1], [(cache, rows.slots[1:])], SCALE)
+    assert_attention((found[:1], None), (due, None))
+
+
 def test_three_pools_are_refused() -> None:
     rows = (pool("bf16", 64), named(1, 5))
     with pytest.raises(ConfigError, match="3 pools were given, and this kernel attends one or two"):

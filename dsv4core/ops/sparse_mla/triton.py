@@ -28,7 +28,7 @@ KEYS = 32
 MOST_SPLITS = 16
 SHIFT = 60
 """Packed rows are decoded times 2^-60 where two codes are converted at once: bf16 holds any of them."""
-NOTHING = (None, None, None, 0, 0, None, 0, 1, None, 0, False)
+NOTHING = (None, None, None, 0, 0, 0, None, 0, 1, None, 0, False)
 """Arguments of a pool that is not there."""
 
 
@@ -92,7 +92,7 @@ def sparse_mla(
 
 def _arguments(rows: Rows) -> tuple[Any, ...]:
     cache = cache_arguments(rows.cache)
-    places = (rows.slots, rows.lengths, rows.table_rows, rows.slots.shape[1], rows.slots.stride(0))
+    places = (rows.slots, rows.lengths, rows.table_rows, *rows.slots.shape, rows.slots.stride(0))
     return (*places, *cache.values())
 
 
@@ -130,6 +130,7 @@ def _attend(
     slots,
     lengths,
     table_rows,
+    height,
     columns,
     slot_stride,
     pool,
@@ -141,6 +142,7 @@ def _attend(
     more_slots,
     more_lengths,
     more_table_rows,
+    more_height,
     more_columns,
     more_slot_stride,
     more_pool,
@@ -168,7 +170,7 @@ def _attend(
     total = tl.zeros((HEADS,), tl.float32)
     summed = tl.zeros((HEADS, WIDTH), tl.float32)
     length, first, last = _part(lengths, columns, token, split, KEYS)
-    row = _row(slots, table_rows, token, slot_stride)
+    row = _row(slots, table_rows, token, height, slot_stride)
     for begin in range(first, last, KEYS):
         slot, wanted = _slots(row, begin, length, KEYS)
         rows = _rows(
@@ -177,7 +179,7 @@ def _attend(
         highest, total, summed = _attended(query, rows, wanted, factor, highest, total, summed)
     if more_slots is not None:
         length, first, last = _part(more_lengths, more_columns, token, split, KEYS)
-        row = _row(more_slots, more_table_rows, token, more_slot_stride)
+        row = _row(more_slots, more_table_rows, token, more_height, more_slot_stride)
         for begin in range(first, last, KEYS):
             slot, wanted = _slots(row, begin, length, KEYS)
             rows = _rows(
@@ -218,11 +220,11 @@ def _part(lengths, columns, token, split, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _row(slots, table_rows, token, stride):
-    """Where a query's slots lie."""
+def _row(slots, table_rows, token, height, stride):
+    """Where a query's slots lie. Rows of padding may name requests that the step has not."""
     row = token
     if table_rows is not None:
-        row = tl.load(table_rows + token).to(tl.int64)
+        row = tl.minimum(tl.maximum(tl.load(table_rows + token), 0), height - 1).to(tl.int64)
     return slots + row * stride
 
 
