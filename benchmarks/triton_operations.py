@@ -2,16 +2,18 @@
 
     python benchmarks/triton_operations.py benchmarks/results/h200/triton.jsonl [commit]
 
-One run of `dsv4 bench`, with several sets of lists.
+One run of `dsv4 bench`, with several sets of lists; with DeepGEMM beside it where that is installed.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 from dsv4core.cli.main import main
 
-COMMON = ("bench", "backend=triton", "model=v4_flash", "bench.peers=[torch]")
+PEERS = "torch,deepgemm" if find_spec("deep_gemm") else "torch"
+COMMON = ("bench", "backend=triton", "model=v4_flash", f"bench.peers=[{PEERS}]")
 WRITERS = "insert_kv,compress,inverse_rope_quant"
 SETS = (
     ("[prefill]", "[c4a]", f"[{WRITERS}]", "[8192]", "[8192]"),

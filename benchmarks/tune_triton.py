@@ -1,8 +1,9 @@
 """Times the Triton kernels with other constants than theirs: what a chip prefers, and what the notes quote.
 
-    python benchmarks/tune_triton.py [index_logits] [index_topk] [one_row] [few_rows] [sparse_mla]
+    python benchmarks/tune_triton.py [index_logits] [index_topk] [one_row] [few_rows] [many_rows] [sparse_mla]
 
-Prints the fastest choices for each shape, and the time with the constants as they are.
+Prints the fastest choices for each shape, and the time with the constants as they are; of many rows, what
+quantised activations would bring, and cost.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from dsv4core.api import CacheTable, KVCacheFormat, Weight
 from dsv4core.bench.timing import Call, microseconds
+from dsv4core.fp8 import power_of_two_exponent, to_fp8
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS
 from dsv4core.ops.indexer import topk_triton
@@ -158,9 +160,39 @@ SWEEPS = {
 }
 
 
+def many_rows(tokens: int, rows: int, columns: int) -> None:
+    """A decoded weight and torch's bf16 product, beside torch's product of blocks that are quantised already."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+    blocks = x.float().unflatten(1, (-1, 128))
+    scale = torch.ldexp(torch.ones_like(blocks[..., 0]), power_of_two_exponent(blocks.abs().amax(-1)))
+    codes, turned = to_fp8(blocks / scale[..., None]).flatten(1), scale.T.contiguous().T
+    weight, recipes = torch.randn(rows, columns, device=DEVICE).to(torch.float8_e4m3fn), ScalingType
+    ones = torch.ones(rows // 128, columns // 128, device=DEVICE)
+
+    def quantised() -> torch.Tensor:
+        how = (turned, recipes.BlockWise1x128, ones.T, recipes.BlockWise128x128)
+        return scaled_mm(codes, weight.T, *how, output_dtype=torch.bfloat16)
+
+    own = Weight(weight, ones, (128, 128))
+    due = x.float() @ weight.float().T
+    for name, call in (("decoded", lambda: linear.linear(x, own)), ("quantised", quantised)):
+        error = float((call().float() - due).norm() / due.norm())
+        us = microseconds([call], DEVICE, graph=True)
+        print(
+            f"many_rows {(tokens, rows, columns)}, {name}: {us:.1f} µs, relative error {error:.1e}",
+            flush=True,
+        )
+
+
 def main(names: Sequence[str]) -> None:
     """Sweep the named kernels, all if none is named."""
-    for name in names or SWEEPS:
+    if not names or "many_rows" in names:
+        for tokens in (256, 512, 4096):
+            many_rows(tokens, 32768, 1024)
+            many_rows(tokens, 4096, 8192)
+    for name in [name for name in names or SWEEPS if name != "many_rows"]:
         for shape in SWEEPS[name].shapes:
             own, *others = SWEEPS[name].times(shape)
             print(f"{name} {shape}: {own[0]:.1f} µs with {own[1]}")
