@@ -161,7 +161,7 @@ SWEEPS = {
 
 
 def many_rows(tokens: int, rows: int, columns: int) -> None:
-    """A decoded weight and torch's bf16 product, beside torch's product of blocks that are quantised already."""
+    """A decoded weight and torch's bf16 product, beside its product of blocks that are quantised already."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
