@@ -1,151 +1,211 @@
-"""Compiles every kernel for chips that are not here, and prints `kernel chip shared-memory number`.
+"""Compiles every launch of the operations for a chip that is not here; prints `kernel shared-memory`.
 
-Run in a process of its own, without Triton's interpreter: `python tests/triton/compile_kernels.py`. What it
-says holds for the Triton that is installed.
+    python tests/triton/compile_kernels.py gfx942
+
+in a process without Triton's interpreter. Operations are called with tensors of a model's sizes; launches are
+recorded instead of run, and each is compiled as it would be launched on the chip. What is printed holds for
+the Triton that is installed.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from dsv4core.kvcache.codecs_triton import BF16, FP8, FP32, PACKED, SCALED
-from dsv4core.ops.compress import triton as compress
-from dsv4core.ops.indexer import topk_triton as topk
+from dsv4core.api import C4A, C128A, CacheTable, KVCacheFormat, Limits, ModelShape, Step, Weight
+from dsv4core.kvcache import KVCache, allocate_cache, cache_layout, with_fp8_flavour
+from dsv4core.model.shapes import PRESETS
+from dsv4core.ops import triton as kernels
 from dsv4core.ops.indexer import triton as indexer
-from dsv4core.ops.inverse_rope_quant import triton as quant
 from dsv4core.ops.linear import triton as linear
-from dsv4core.ops.qk_norm_rope_insert import triton as insert
-from dsv4core.ops.sparse_indices import triton as tables
+from dsv4core.ops.sparse_mla import Rows
 from dsv4core.ops.sparse_mla import triton as attention
 
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages")
+TOKENS, BF16 = 32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a chip has that launches depend on."""
+
+    target: GPUTarget
+    flavour: str
+    multiplies: tuple[torch.dtype, ...]
+    most_heads: int
+
+    @property
+    def nvidia(self) -> bool:
+        return bool(self.target.backend == "cuda")
+
+
 CHIPS = {
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "sm_86": Chip(GPUTarget("cuda", 86, 32), "e4m3fn", (), attention.FEW_HEADS),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), "e4m3fnuz", (torch.float8_e4m3fnuz,), attention.HEADS),
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), "e4m3fn", (torch.float8_e4m3fn,), attention.HEADS),
 }
-TYPES = {
-    **dict.fromkeys(("q", "kv", "norm_weight", "out", "x", "attention"), "*bf16"),
-    **dict.fromkeys(("rope", "weights", "logits", "projected", "ape", "pooled", "folded"), "*fp32"),
-    **dict.fromkeys(("scale", "q_scale", "entry_scale", "scales", "values", "best"), "*fp32"),
-    **dict.fromkeys(("positions", "slots", "entry_slots", "state_slots", "visible"), "*i64"),
-    **dict.fromkeys(("token_to_request", "query_start_loc", "block_table", "state_table"), "*i32"),
-    **dict.fromkeys(("numbers", "names", "requests", "table", "entries", "selected", "lengths"), "*i32"),
-    **dict.fromkeys(("window", "compressed", "more_slots"), "*i32"),
-    **dict.fromkeys(("pool", "state_pool", "entry_pool", "more_pool", "weight", "codes"), "*u8"),
-    **dict.fromkeys(("page_stride", "state_page_stride", "entry_page_stride", "more_page_stride"), "i64"),
-    **dict.fromkeys(("eps", "factor", "least", "softmax_scale"), "fp32"),
-}
-"""Types of arguments by name; the others are 32-bit numbers."""
-CODES = {"out": "*u8"}
-
-Case = tuple[Any, Mapping[str, Any], Mapping[str, str], int]
 
 
-def cases(chip: str) -> Iterator[Case]:
-    """Kernels with their constants, the types that differ, and stages; each as it is launched on the chip."""
-    yield from _writers()
-    yield from _indexer(chip)
-    yield from _tables()
-    yield from _products(chip)
-    yield from _attention(chip)
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and all that its compilation depends on."""
+
+    kernel: JITFunction[Any]
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, kernel: JITFunction[Any], *args: Any, **kwargs: Any) -> Launch:
+        """As Triton's launcher specialises arguments: 1, multiples of 16, 64 bits where they are needed."""
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        types, constants, aligned = {}, {}, []
+        for parameter in kernel.params:
+            name, value = parameter.name, values[parameter.name]
+            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+                types[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                types[name] = POINTERS[value.dtype]
+                aligned.append(name)
+            else:
+                types[name] = "fp32" if isinstance(value, float) else "i32" if value < 1 << 31 else "i64"
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned.append(name)
+        options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+        return cls(
+            kernel,
+            *(tuple(own.items()) for own in (types, constants)),
+            tuple(aligned),
+            tuple(options.items()),
+        )
+
+    def shared(self, chip: Chip) -> int:
+        """Bytes of shared memory of the compiled kernel."""
+        names = self.kernel.arg_names
+        places = {(names.index(name),): value for name, value in self.constants}
+        hints = {(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned}
+        source = ASTSource(self.kernel, dict(self.types), places, hints)
+        return int(triton.compile(source, target=chip.target, options=dict(self.options)).metadata.shared)
 
 
-def _writers() -> Iterator[Case]:
-    for form, fp8 in ((PACKED, False), (FP8, True)):
-        constants = {"FORMAT": form, "HEADS": insert.HEADS, "WIDTH": 512, "ROPE": 64, "Q_FP8": fp8}
-        own = {"scale": None, "q_scale": None} if form == PACKED else {}
-        yield insert._insert, constants | own | {"Q_FNUZ": False}, CODES if fp8 else {}, 3
-    for groups, ratio, width, form in ((2, 4, 512, PACKED), (1, 128, 512, BF16), (2, 4, 128, SCALED)):
-        sizes = {"GROUPS": groups, "RATIO": ratio, "WIDTH": width}
-        channels = min(width, compress.POOLED // (groups * ratio))
-        yield compress._pool, sizes | {"CHANNELS": channels, "TOKENS": 4}, {}, 3
-        yield compress._store, sizes | {"FORMAT": form, "ROPE": 64, "entry_scale": None}, {}, 3
+def launches(chip: Chip) -> list[Launch]:
+    """All different launches of a model's operations on a chip."""
+    recorded: list[Launch] = []
+    JITFunction.run = lambda self, *args, **kwargs: recorded.append(Launch.of(self, *args, **kwargs))
+    for module in (indexer, linear):
+        module.multiplies_fp8 = lambda device, dtype: dtype in chip.multiplies  # type: ignore[attr-defined]
+        module.stages = lambda device, wanted: wanted if chip.nvidia else 2  # type: ignore[attr-defined]
+    for module in (linear, attention):
+        module.converts_packed = lambda device: chip.nvidia  # type: ignore[attr-defined]
+    few = attention.FEW_HEADS
+    attention._most_heads = lambda device, dtype: few if dtype == torch.float32 else chip.most_heads
+    for call in calls(PRESETS["v4_flash"], chip):
+        call()
+    kernels.index_topk(
+        torch.empty(2, 262144), torch.zeros(2, dtype=torch.int64), PRESETS["v4_pro"].index_topk
+    )
+    return list(dict.fromkeys(recorded))
 
 
-def _indexer(chip: str) -> Iterator[Case]:
-    for fp8 in (True, False):
-        constants = {"HEADS": indexer.HEADS, "WIDTH": 128, "ROPE": 64, "FP8": fp8}
-        yield indexer._rotate_queries, constants, CODES if fp8 else {}, 3
-    for form, whole in ((SCALED, True), (SCALED, False), (FP32, True)):
-        sizes = {"HEADS": 64, "WIDTH": 128, "KEYS": indexer.KEYS, "SPAN": indexer.SPAN, "WHOLE": whole}
-        fp8 = form == SCALED
-        # Queries are OCP's: with the FNUZ keys of gfx942 they are converted, with gfx950's multiplied.
-        constants = {"Q_FP8": fp8, "Q_FNUZ": False, "NATIVE": fp8 and chip == "gfx950", "scale": None}
-        types = {"requests": "i32"} | ({"q": "*u8"} if fp8 else {})
-        yield indexer._score, sizes | constants | {"FORMAT": form}, types, _stages(chip, indexer.STAGES)
-    for size, level, absent in ((128, 0, {"numbers": None, "best": None}), (topk.CHUNK, 1, {})):
-        constants = {"CHUNK": topk.CHUNK, "SIZE": size, "MOST": 2048, "LEVEL": level, "GUESSES": topk.GUESSES}
-        yield topk._keep_best, constants | absent, {}, 3
+def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
+    """Calls of every operation, for a few tokens, with all that decides how kernels are compiled."""
+    heads, rope = model.num_attention_heads, torch.empty(4096, 64)
+    positions, requests = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, dtype=torch.int32)
+    table = CacheTable(torch.zeros(TOKENS, 64, dtype=torch.int32), positions, 64)
+    formats = {name: cache_layout(model, name, "fp8") for name in ("fp8_ds_mla", "bf16", "fp8_e4m3")}
+    q, kv = torch.empty(TOKENS, heads, 512, dtype=torch.bfloat16), torch.empty(TOKENS, 512).bfloat16()
+    slots, sinks = torch.zeros(TOKENS, model.index_topk, dtype=torch.int32), torch.empty(heads)
+    for name, layout in formats.items():
+        window = pool(layout.window, chip)
+        insert = partial(kernels.qk_norm_rope_insert, q, kv, positions, rope, window, positions, 1e-6)
+        yield insert
+        rows = [Rows(window, slots[:, :128]), Rows(window, slots)]
+        attend = partial(kernels.sparse_mla, softmax_scale=model.softmax_scale)
+        yield partial(attend, q, rows, sinks=sinks)
+        if name == "fp8_e4m3":
+            yield partial(insert, q_dtype=torch.float8_e4m3fn, q_scale=torch.ones(1))
+        if name == "fp8_ds_mla":
+            yield partial(attend, q[:1, :8], rows[:1], want_lse=True)
+            yield partial(attend, q.float(), rows, sinks=sinks)
+            yield partial(attend, q, [rows[0], Rows(window, slots, positions, requests)], sinks=sinks)
+    layout = formats["fp8_ds_mla"]
+    for kind, width, entries in (
+        (C4A, 512, layout.compressed),
+        (C4A, 128, layout.index),
+        (C128A, 512, layout.compressed),
+    ):
+        size = kind.groups * width
+        state, cache = pool(layout.state.resized(size), chip), pool(entries, chip)
+        step = Step(
+            *(positions, requests, requests, requests, TOKENS, TOKENS, table),
+            {kind.name: table},
+            {kind.name: table},
+            Limits(TOKENS, TOKENS, 4096, 1),
+        )
+        for tokens in (TOKENS, 2048):
+            projected = torch.empty(tokens, 2 * size)
+            weights = (torch.empty(kind.ratio or 1, size), torch.empty(width).bfloat16(), rope)
+            yield partial(kernels.compress, projected, *weights, 1e-6, kind, step, state, cache)
+    index_q = torch.empty(TOKENS, model.index_n_heads, 128).bfloat16()
+    for dtype in ("fp8", "bf16", "fp32"):
+        query = partial(kernels.index_query, index_q, index_q[..., 0], positions, rope, dtype)
+        yield query
+        for page_size in (64, 61):
+            keys = pool(cache_layout(model, "bf16", dtype).index, chip, page_size)
+            found, weights_of = (
+                torch.empty(index_q.shape, dtype=indexer.PRECISIONS[dtype]),
+                index_q[..., 0].float(),
+            )
+            yield partial(kernels.index_logits, found, weights_of, keys, table, requests, positions, 4096)
+    for width in (256, 16384, 262144):
+        yield partial(kernels.index_topk, torch.empty(2, width), positions[:2], model.index_topk)
+    place = (requests, table.block_table, 64)
+    yield partial(kernels.window_slots, positions, *place, 128)
+    yield partial(kernels.entry_slots, torch.zeros(TOKENS, model.index_topk, dtype=torch.int32), *place)
+    yield partial(kernels.visible_slots, positions, *place, 8192)
+    yield partial(kernels.visible_entries, positions, model.index_topk)
+    yield partial(kernels.mixed_sparse_indices, slots[:, :128], slots, (64, 73), (64, 64))
+    yield partial(kernels.inverse_rope_quant, q, positions, rope)
+    groups, low = model.o_groups, model.o_lora_rank
+    wo_a, wo_b = weight(groups * low, heads * 512 // groups), weight(model.hidden_size, groups * low)
+    wq_b = weight(heads * 512, model.q_lora_rank)
+    for tokens, dtype in ((1, BF16), (8, BF16), (8, torch.float32), (64, BF16), (129, BF16)):
+        attended, where = torch.empty(tokens, heads, 512, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        yield partial(kernels.o_proj, attended, where, rope, wo_a, wo_b, groups)
+        yield partial(kernels.linear, torch.empty(tokens, model.q_lora_rank, dtype=dtype), wq_b)
 
 
-def _tables() -> Iterator[Case]:
-    constants = {"COLUMNS": tables.COLUMNS}
-    yield tables._window, constants, {"window": "i32"}, 3
-    yield tables._chosen, constants, {}, 3
-    yield tables._all, constants, {}, 3
-    yield tables._numbers, constants, {}, 3
-    yield tables._mixed, constants, {}, 3
+def pool(format: KVCacheFormat, chip: Chip, page_size: int = 64) -> KVCache:
+    """A pool in the chip's flavour of FP8, with a scale where the format has one."""
+    own = format if format.fp8 is None else with_fp8_flavour(format, chip.flavour)
+    return allocate_cache(own, 2, page_size, scale=torch.ones(1) if format.scale == "tensor" else None)
 
 
-def _products(chip: str) -> Iterator[Case]:
-    height, width, _ = linear.LONG
-    block, cuda = linear.BLOCK, chip.startswith("sm")
-    sizes = {"HEADS": quant.HEADS, "WIDTH": 512, "ROPE": 64, "BLOCK": block}
-    yield quant._rotate_back, sizes, CODES | {"scales": "*fp32"}, 3
-    yield quant._rotate_back, sizes | {"scales": None}, {}, 3
-    yield linear._times_row, {"HEIGHT": height, "WIDTH": width, "BLOCK": block, "NATIVE": False}, {}, 3
-    for rows, tokens, dtype in ((64, 16, "*bf16"), (128, 64, "*bf16"), (64, 16, "*fp32")):
-        packed, stages = cuda and dtype == "*bf16", _stages(chip, linear.STAGES)
-        sizes = {"HEIGHT": rows, "TOKENS": tokens, "BLOCK": block, "PACKED": packed}
-        types = {"x": dtype, "out": "*fp32"}
-        yield linear._times_rows, sizes, types, stages if dtype == "*bf16" else 1
-    yield linear._decode, {"HEIGHT": 16, "WIDTH": 512, "BLOCK": block}, {}, 3
-
-
-def _attention(chip: str) -> Iterator[Case]:
-    few, most = attention.FEW_HEADS, attention.FEW_HEADS if chip == "sm_86" else attention.HEADS
-    types = {"sinks": "*fp32", "slots": "*i32", "lse": "*fp32", "scale": "*fp32", "more_scale": "*fp32"}
-    types |= dict.fromkeys(("lengths", "more_lengths"), "*i64")
-    types |= dict.fromkeys(("table_rows", "more_table_rows"), "*i32")
-    for form, heads, dtype in ((PACKED, most, "*bf16"), (BF16, most, "*bf16"), (FP8, few, "*fp32")):
-        shift = attention.SHIFT if form == PACKED and chip == "sm_86" else 0
-        forms = {"FORMAT": form, "MORE_FORMAT": form, "MORE_FNUZ": False, "SHIFT": shift}
-        keys = attention.KEYS if dtype == "*bf16" else attention.KEYS // 2
-        sizes = {"HEADS": heads, "KEYS": keys, "WIDTH": 512}
-        yield attention._attend, sizes | forms, types | {"q": dtype, "out": dtype}, 1
-    types = {"sinks": "*fp32", "parts": "*fp32", "part_lse": "*fp32", "lse": "*fp32"}
-    yield attention._merge, {"MOST": attention.MOST_SPLITS, "WIDTH": 512}, types, 3
-
-
-def _stages(chip: str, wanted: int) -> int:
-    return wanted if chip.startswith("sm") else 2
-
-
-def compiled(case: Case, chip: str) -> Any:
-    """A kernel for a chip. MI300 has the FNUZ flavour of FP8."""
-    kernel, constants, types, stages = case
-    names = list(inspect.signature(kernel.fn).parameters)
-    values = {**constants, "FNUZ": chip == "gfx942"}
-    known = {**TYPES, **types}
-    signature = {name: "constexpr" if name in values else known.get(name, "i32") for name in names}
-    places = {(names.index(name),): value for name, value in values.items() if name in names}
-    options = {"num_warps": _warps(constants), "num_stages": stages}
-    return triton.compile(ASTSource(kernel, signature, places), target=CHIPS[chip], options=options)
-
-
-def _warps(constants: Mapping[str, Any]) -> int:
-    if constants.get("SIZE") == topk.CHUNK:
-        return 16
-    return 8 if constants.get("HEADS") == attention.HEADS and "SHIFT" in constants else 4
+def weight(rows: int, columns: int) -> Weight:
+    """A weight as `prepare_linear` leaves it; its memory is not touched."""
+    data = torch.empty(rows, columns, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return Weight(data, torch.ones(-(-rows // 128), columns // 128), (128, 128))
 
 
 if __name__ == "__main__":
-    for chip in CHIPS:
-        for number, case in enumerate(cases(chip)):
-            print(case[0].fn.__name__, chip, compiled(case, chip).metadata.shared, number, flush=True)
+    chip = CHIPS[sys.argv[1]]
+    for launch in launches(chip):
+        print(launch.kernel.fn.__name__, launch.shared(chip), flush=True)
