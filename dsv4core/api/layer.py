@@ -71,8 +71,8 @@ class LayerPlan:
             exact zeros and their sink is minus infinity.
         q_dtype: Dtype name of the q that `dsv4_forward_mqa` receives.
         output: The attention output's form.
-        workspace_bytes: Most bytes that a hook takes from torch's allocator besides what it returns, together
-            with what the step's state keeps.
+        workspace_bytes: Most bytes that a hook takes from torch's allocator besides what it returns; a step's
+            state keeps no more than that, either.
         variant: Kernel variant, for people.
         own_ops: Names from `OWN_OPS` that this backend does itself.
         core_ops: What the core does the others with, and its projections: `torch` are the definitions,
