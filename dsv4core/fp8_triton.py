@@ -73,6 +73,12 @@ def times_power_of_two(x, exponent):
 
 
 @triton.jit
+def reciprocal(scale):
+    """`1 / scale`, rounded to the nearest as torch does; Triton's division need not be."""
+    return tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+
+
+@triton.jit
 def fp8_codes(x, FNUZ: tl.constexpr):
     """E4M3 codes of fp32 values, clamped to 448 (FNUZ: 224), ties to even; NaN stays NaN."""
     largest: tl.constexpr = 224.0 if FNUZ else 448.0

@@ -17,6 +17,7 @@ from dsv4core.fp8_triton import (
     fp8_values,
     magnitude,
     power_of_two,
+    reciprocal,
     times_power_of_two,
 )
 from dsv4core.kvcache.cache import KVCache
@@ -70,7 +71,7 @@ def store_row(
         tl.store((page + offset * (2 * WIDTH)).to(tl.pointer_type(tl.uint16)) + column, bf16_bits(row))
     elif FORMAT == 2:
         if scale is not None:
-            row = row * (1.0 / tl.load(scale))
+            row = row * reciprocal(tl.load(scale))
         tl.store(page + offset * WIDTH + column, fp8_codes(row, FNUZ))
     elif FORMAT == 3:
         tl.store((page + offset * (4 * WIDTH)).to(tl.pointer_type(tl.float32)) + column, row)

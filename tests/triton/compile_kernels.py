@@ -37,7 +37,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TOKENS, BF16 = 32, torch.bfloat16
 
 

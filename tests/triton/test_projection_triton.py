@@ -26,8 +26,8 @@ def test_rotated_back_and_quantised(heads: int) -> None:
     attention[1, 0, 128:256], attention[2, 0, 300] = 1e30, float("nan")
     due, due_scale = ops.inverse_rope_quant(attention, positions, ROPE)
     found, scale = inverse_rope_quant(attention, positions, ROPE)
-    off = (found.view(torch.uint8) != due.view(torch.uint8)) & ~due.float().isnan()
-    assert int(off.sum()) <= 2, "a value between two codes"
+    known = ~due.float().isnan()
+    assert torch.equal(found.view(torch.uint8)[known], due.view(torch.uint8)[known])
     assert torch.equal(found.float().isnan(), due.float().isnan())
     torch.testing.assert_close(scale, due_scale, rtol=0, atol=0, equal_nan=True)
 

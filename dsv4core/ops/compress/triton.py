@@ -82,6 +82,7 @@ def compress(
         **sizes,
         ROPE=rope.shape[1],
         num_warps=4,
+        enable_fp_fusion=False,
     )
 
 

@@ -60,6 +60,7 @@ def index_query(
             ROPE=rope.shape[1],
             FP8=index_dtype == "fp8",
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out, folded
 

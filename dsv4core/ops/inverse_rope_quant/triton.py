@@ -56,6 +56,7 @@ def _launch(
             ROPE=rope.shape[1],
             BLOCK=BLOCK,
             num_warps=4,
+            enable_fp_fusion=False,
         )
 
 

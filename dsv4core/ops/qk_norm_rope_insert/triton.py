@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4core.fp8_triton import fp8_codes
+from dsv4core.fp8_triton import fp8_codes, reciprocal
 from dsv4core.kvcache import KVCache
 from dsv4core.kvcache.codecs_triton import cache_arguments, store_row
 from dsv4core.model.rope_triton import rotated
@@ -56,6 +56,7 @@ def qk_norm_rope_insert(
         Q_FP8=dtype.itemsize == 1,
         Q_FNUZ=dtype == torch.float8_e4m3fnuz,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 
@@ -107,6 +108,6 @@ def _insert(
         target = out + (token * padded + head[:, None]) * WIDTH + column[None, :]
         if Q_FP8:
             if q_scale is not None:
-                x = x * (1.0 / tl.load(q_scale))
+                x = x * reciprocal(tl.load(q_scale))
             x = tl.where(here, fp8_codes(x, Q_FNUZ), 0)  # a zero that was turned may be negative
         tl.store(target, x.to(out.dtype.element_ty), mask=(head < padded)[:, None])
