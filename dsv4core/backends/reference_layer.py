@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from dsv4core import ops
-from dsv4core.api.errors import DSV4Error
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
 from dsv4core.api.model import LayerKind
 from dsv4core.api.step import Step
+from dsv4core.backends.projection import OutputProjection
 
 
 class ReferenceStep:
@@ -57,9 +57,7 @@ class ReferenceLayer:
     def __init__(self, layer: LayerSpec, weights: LayerWeights) -> None:
         self.layer, self.rope = layer, weights.rope
         self.sinks = weights["attn_sink"].data.float()
-        self.projections = tuple(
-            ops.prepare_linear(weights[name]) for name in ("wo_a", "wo_b") if name in weights.tensors
-        )
+        self._projection = OutputProjection(layer, weights, ops)
 
     def forward_mqa(
         self,
@@ -81,19 +79,9 @@ class ReferenceLayer:
         return AttentionOutput(*ops.sparse_mla(q, pools, model.softmax_scale, sinks, want_lse))
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate back and project to `[tokens, hidden_size]`.
-
-        Raises:
-            DSV4Error: The host kept the output projection's weights to itself.
-        """
-        if len(self.projections) != 2:
-            raise DSV4Error(
-                f"{self.layer.name} was asked for its output projection and was built without wo_a and wo_b; "
-                "pass them with its weights, or project in the host."
-            )
-        return ops.o_proj(attention, positions, self.rope, *self.projections, self.layer.num_groups)
+        """Rotate back and project to `[tokens, hidden_size]`."""
+        return self._projection(attention, positions)
 
     def describe(self) -> dict[str, Any]:
         """Kernel and torch version, and the bytes of the prepared weights."""
-        prepared = sum(weight.nbytes for weight in self.projections)
-        return {"kernel": "torch", "torch": torch.__version__, "prepared_bytes": prepared}
+        return {"kernel": "torch", "torch": torch.__version__, "prepared_bytes": self._projection.nbytes}

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 import triton
 
-from dsv4core.api.errors import DSV4Error
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
 from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
+from dsv4core.backends.projection import OutputProjection
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.sparse_mla import Rows
 
@@ -61,9 +61,7 @@ class TritonLayer:
     def __init__(self, layer: LayerSpec, weights: LayerWeights) -> None:
         self.layer, self.rope = layer, weights.rope
         self.sinks = weights["attn_sink"].data.float()
-        self.projections = tuple(
-            kernels.prepare_linear(weights[name]) for name in ("wo_a", "wo_b") if name in weights.tensors
-        )
+        self._projection = OutputProjection(layer, weights, kernels)
         self._compressors = {
             target: (weights[f"{prefix}.ape"].data.float(), weights[f"{prefix}.norm"].data)
             for target, prefix in (("compressed", "compressor"), ("index", "indexer.compressor"))
@@ -133,20 +131,10 @@ class TritonLayer:
         return AttentionOutput(*kernels.sparse_mla(q, pools, self.layer.model.softmax_scale, sinks, want_lse))
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate back and project to `[tokens, hidden_size]`.
-
-        Raises:
-            DSV4Error: The host kept the output projection's weights to itself.
-        """
-        if len(self.projections) != 2:
-            raise DSV4Error(
-                f"{self.layer.name} was asked for its output projection and was built without wo_a and wo_b; "
-                "pass them with its weights, or project in the host."
-            )
-        return kernels.o_proj(attention, positions, self.rope, *self.projections, self.layer.num_groups)
+        """Rotate back and project to `[tokens, hidden_size]`."""
+        return self._projection(attention, positions)
 
     def describe(self) -> dict[str, Any]:
         """Kernel, versions of Triton and torch, and the bytes of the prepared weights."""
-        prepared = sum(weight.nbytes for weight in self.projections)
         versions = {"triton": triton.__version__, "torch": torch.__version__}
-        return {"kernel": "triton", **versions, "prepared_bytes": prepared}
+        return {"kernel": "triton", **versions, "prepared_bytes": self._projection.nbytes}

@@ -11,6 +11,7 @@ import torch
 from dsv4core import ops
 from dsv4core.api import C4A, C128A, SWA, AttentionOutput, OutputSpec, hookimpl
 from dsv4core.backends import reference
+from dsv4core.backends.projection import OutputProjection
 from dsv4core.backends.reference_layer import ReferenceLayer, ReferenceStep
 from dsv4core.kvcache import KVCache, cache_layout
 from dsv4core.model.rope import rotate
@@ -962,8 +963,7 @@ class ReadsConsumedWeights(Reference):
             self.late = weights
 
         def o_proj(self, attention, positions):
-            self.projections = tuple(ops.prepare_linear(self.late[name]) for name in ("wo_a", "wo_b"))
-            return super().o_proj(attention, positions)
+            return OutputProjection(self.layer, self.late, ops)(attention, positions)
 
 
 class FormatReplaced(Reference):

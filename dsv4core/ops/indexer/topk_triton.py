@@ -126,8 +126,8 @@ def _threshold(key, k, GUESSES: tl.constexpr):
     """The `k`-th largest key, or one below it with no other key between; 0 if there are no more than `k`.
 
     Tails of scores fall like exponentials, so the logarithm of the count is interpolated, and an end that
-    stays is drawn nearer (the Illinois rule): 8 counts for 8,192 normal scores, where halving takes 20. It
-    halves in the end, so that 32 more are enough for any.
+    stays is drawn nearer (the Illinois rule), which takes fewer counts than halving. It halves in the end,
+    so that 32 more are enough for any.
     """
     count = tl.sum((key != 0).to(tl.int32))
     # At least k keys reach `low`, and fewer `high`.
