@@ -1,6 +1,8 @@
 """Times the Triton kernels with other constants than theirs: what a chip prefers, and what the notes quote.
 
-    python benchmarks/tune_triton.py [index_logits] [index_topk] [one_row] [few_rows] [many_rows] [sparse_mla]
+    python benchmarks/tune_triton.py [NAME ...]
+
+Names are insert, inverse_rope_quant, index_logits, index_topk, one_row, few_rows, many_rows and sparse_mla.
 
 Prints the fastest choices for each shape, and the time with the constants as they are; of many rows, what
 quantised activations would bring, and cost.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -21,15 +24,19 @@ from dsv4core.api import CacheTable, KVCacheFormat, Weight
 from dsv4core.bench.timing import Call, microseconds
 from dsv4core.fp8 import power_of_two_exponent, to_fp8
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
+from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import PRESETS
 from dsv4core.ops.indexer import topk_triton
 from dsv4core.ops.indexer import triton as indexer
+from dsv4core.ops.inverse_rope_quant import triton as inverse
 from dsv4core.ops.linear import triton as linear
+from dsv4core.ops.qk_norm_rope_insert import triton as insert
 from dsv4core.ops.sparse_mla import triton as attention
 
 DEVICE = torch.device("cuda")
 MODEL = PRESETS["v4_flash"]
 LAYOUT = cache_layout(MODEL, "fp8_ds_mla", "fp8")
+ROPE = rope_table(MODEL.compress_rope, 64, 8192, DEVICE)
 BEST = 5
 
 
@@ -123,7 +130,31 @@ def attended(tokens: int, heads: int, columns: int) -> list[Call]:
     return [call() for _ in range(4)]
 
 
+def written(tokens: int) -> list[Call]:
+    """Queries and keys of 64 heads, in one packed pool."""
+    cache, positions = filled(LAYOUT.window, tokens // 64 + 1, 512), torch.arange(tokens, device=DEVICE)
+    q = [torch.randn(tokens, 64, 512, device=DEVICE).bfloat16() for _ in range(2)]
+
+    def call(own: torch.Tensor) -> Call:
+        return lambda: insert.qk_norm_rope_insert(own, own[:, 0], positions, ROPE, cache, positions, 1e-6)
+
+    return [call(own) for own in q]
+
+
+def quantised(tokens: int) -> list[Call]:
+    """Heads that attention returns."""
+    positions = torch.arange(tokens, device=DEVICE)
+    x = [torch.randn(tokens, 64, 512, device=DEVICE).bfloat16() for _ in range(2)]
+
+    def call(own: torch.Tensor) -> Call:
+        return lambda: inverse.inverse_rope_quant(own, positions, ROPE)
+
+    return [call(own) for own in x]
+
+
 SWEEPS = {
+    "insert": Sweep(insert, {"HEADS": (2, 4, 8, 16)}, ((8192,),), written),
+    "inverse_rope_quant": Sweep(inverse, {"HEADS": (2, 4, 8, 16)}, ((8192,),), quantised),
     "index_logits": Sweep(
         indexer,
         {"KEYS": (64, 128), "SPAN": (256, 512, 1024), "STAGES": (2, 4, 6)},
@@ -132,15 +163,19 @@ SWEEPS = {
     ),
     "index_topk": Sweep(
         topk_triton,
-        {"CHUNK": (4096, 8192, 16384), "GUESSES": (0, 6, 12)},
-        ((1, 262144, 512), (32, 16384, 512), (128, 2048, 512), (1, 262144, 2048)),
+        {
+            "chunk": [partial(max, size) for size in (4096, 8192, 16384)],
+            "GUESSES": (0, 6, 12),
+            "SCORES_A_WARP": (512, 1024),
+        },
+        ((1, 262144, 512), (32, 16416, 512), (128, 2048, 512), (1, 262144, 2048)),
         choices,
     ),
     "one_row": Sweep(
         linear,
         {
-            "SHORT": ((8, 512, 2), (16, 512, 2), (32, 512, 4)),
-            "LONG": ((4, 2048, 4), (4, 4096, 4), (8, 1024, 4)),
+            "SHORT": ((4, 1024, 2), (8, 512, 2), (8, 1024, 4), (16, 512, 2), (16, 512, 4), (32, 512, 4)),
+            "LONG": ((2, 4096, 4), (2, 8192, 4), (4, 2048, 4), (4, 4096, 8), (8, 1024, 4), (8, 2048, 8)),
         },
         ((1, 32768, 1024), (1, 4096, 8192)),
         products,

@@ -1,6 +1,7 @@
 """FP8 and bf16 in Triton kernels: the arithmetic of `dsv4core.fp8`.
 
-Codes are made and read with integers: sm_80 and sm_86 convert none, and every chip gets the same bytes.
+Codes are made and read with integers, since sm_80 and sm_86 convert none. From sm_89 on the chip makes the
+same ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 
 @lru_cache
@@ -64,12 +66,11 @@ def power_of_two(amax, least, FNUZ: tl.constexpr):
 
 
 @triton.jit
-def times_power_of_two(x, exponent):
-    """`x * 2 ** exponent`, exact where the result is a normal number, for exponents of -128 to 254."""
-    half = exponent >> 1
-    first = ((half + 127) << 23).to(tl.float32, bitcast=True)
-    second = ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
-    return x * first * second
+def two_to(exponent):
+    """`2 ** exponent` as fp32 for exponents of -128 to 127; infinity for 128."""
+    normal = (exponent + 127) << 23
+    small = 0x800000 >> tl.minimum(tl.maximum(-126 - exponent, 0), 31)
+    return tl.where(exponent < -126, small, normal).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -81,6 +82,8 @@ def reciprocal(scale):
 @triton.jit
 def fp8_codes(x, FNUZ: tl.constexpr):
     """E4M3 codes of fp32 values, clamped to 448 (FNUZ: 224), ties to even; NaN stays NaN."""
+    if cuda_capability_geq(8, 9) and not FNUZ:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # saturates
     largest: tl.constexpr = 224.0 if FNUZ else 448.0
     bias: tl.constexpr = 8 if FNUZ else 7
     sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7

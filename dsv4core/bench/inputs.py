@@ -208,7 +208,8 @@ class Inputs:
                 self.caches.compressed, rows, self.sizes.context, requests, entries
             )
             rows = self.sizes.state_rows(kind)
-            state[kind.name] = self._table(self.caches.state, rows, rows, requests, positions)
+            kept = torch.where(positions >= total[requests] - kind.state_window, positions, -1)
+            state[kind.name] = self._table(self.caches.state, rows, rows, requests, kept)
         return Step(
             positions=positions,
             token_to_request=requests.int(),

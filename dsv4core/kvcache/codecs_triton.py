@@ -18,7 +18,7 @@ from dsv4core.fp8_triton import (
     magnitude,
     power_of_two,
     reciprocal,
-    times_power_of_two,
+    two_to,
 )
 from dsv4core.kvcache.cache import KVCache
 
@@ -78,9 +78,9 @@ def store_row(
     else:
         rounded = bf16_value(bf16_bits(row))
         exponent = power_of_two(magnitude(rounded, 0), 1e-4, FNUZ)
-        tl.store(page + offset * WIDTH + column, fp8_codes(times_power_of_two(rounded, -exponent), FNUZ))
+        tl.store(page + offset * WIDTH + column, fp8_codes(rounded * two_to(-exponent), FNUZ))
         scales = (page + page_size * WIDTH).to(tl.pointer_type(tl.float32))
-        tl.store(scales + offset, times_power_of_two(exponent * 0.0 + 1.0, exponent))
+        tl.store(scales + offset, two_to(exponent))
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def store_packed(row, page, offset, page_size, FNUZ: tl.constexpr, WIDTH: tl.con
     bits = bf16_bits(row)
     tiles = tl.reshape(bf16_value(bits), (WIDTH // 64, 64))
     exponent = power_of_two(magnitude(tiles, 1), 1e-4, FNUZ)
-    codes = tl.reshape(fp8_codes(times_power_of_two(tiles, -exponent[:, None]), FNUZ), (WIDTH,))
+    codes = tl.reshape(fp8_codes(tiles * two_to(-exponent)[:, None], FNUZ), (WIDTH,))
     base = page + offset * (WIDTH + 64)
     tl.store(base + column, codes, mask=column < WIDTH - 64)
     rotary = (base + WIDTH - 64).to(tl.pointer_type(tl.uint16))

@@ -13,12 +13,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from dsv4core.api import C4A, C128A, CacheTable, KVCacheFormat, Limits, ModelShape, Step, Weight
@@ -110,6 +112,7 @@ def launches(chip: Chip) -> list[Launch]:
     """All different launches of a model's operations on a chip."""
     recorded: list[Launch] = []
     JITFunction.run = lambda self, *args, **kwargs: recorded.append(Launch.of(self, *args, **kwargs))
+    driver.set_active(SimpleNamespace(get_current_target=lambda: chip.target))
     for module in (indexer, linear):
         module.multiplies_fp8 = lambda device, dtype: dtype in chip.multiplies  # type: ignore[attr-defined]
         module.stages = lambda device, wanted: wanted if chip.nvidia else 2  # type: ignore[attr-defined]
@@ -154,13 +157,13 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
     ):
         size = kind.groups * width
         state, cache = pool(layout.state.resized(size), chip), pool(entries, chip)
-        step = Step(
-            *(positions, requests, requests, requests, TOKENS, TOKENS, table),
-            {kind.name: table},
-            {kind.name: table},
-            Limits(TOKENS, TOKENS, 4096, 1),
-        )
-        for tokens in (TOKENS, 2048):
+        for tokens, decodes in ((TOKENS, TOKENS), (TOKENS, 0), (2048, 0)):
+            step = Step(
+                *(positions, requests, requests, requests, decodes, decodes, table),
+                {kind.name: table},
+                {kind.name: table},
+                Limits(TOKENS, TOKENS, 4096, 1),
+            )
             projected = torch.empty(tokens, 2 * size)
             weights = (torch.empty(kind.ratio or 1, size), torch.empty(width).bfloat16(), rope)
             yield partial(kernels.compress, projected, *weights, 1e-6, kind, step, state, cache)

@@ -11,7 +11,7 @@ from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import PRESETS, layer_spec
 from dsv4core.ops import compress as defined
-from dsv4core.ops.compress.triton import compress
+from dsv4core.ops.compress import triton as kernels
 from dsv4core.step import Batch, StepBuffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,8 @@ class Host:
         for request, (known, new) in enumerate(zip(computed, query, strict=True)):
             tables.grow(request, known + new)
         state = {name: own.block_table for name, own in tables.state.items()}
-        batch = Batch(computed, query, 0, tables.window.block_table, tables.context.block_table, state)
+        decodes = len(query) if max(query) < 5 else 0
+        batch = Batch(computed, query, decodes, tables.window.block_table, tables.context.block_table, state)
         step = self.buffers.build(batch)
         pairs = [(main, self.caches.state, self.caches.compressed)]
         if self.caches.index is not None:
@@ -47,8 +48,11 @@ class Host:
 
 
 @pytest.mark.parametrize("kind", [C4A, C128A], ids=["c4a", "c128a"])
-def test_chunks_of_two_requests(kind: LayerKind) -> None:
-    hosts = [Host(kind, run) for run in (defined, compress)]
+@pytest.mark.parametrize("many", [0, 1024])
+def test_chunks_of_two_requests(kind: LayerKind, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a program looks at one token or at several."""
+    monkeypatch.setattr(kernels, "MANY", many)
+    hosts = [Host(kind, run) for run in (defined, kernels.compress)]
     rope = rope_table(MODEL.rope_of(kind), 64, 300, DEVICE)
     weights = {}
     for width in (512, 128):

@@ -100,10 +100,10 @@ def scores(width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("k", [1, 100, 512])
 @pytest.mark.parametrize("width", [60, 513, 2500])
-@pytest.mark.parametrize("chunk", [1024, topk_triton.CHUNK])
+@pytest.mark.parametrize("chunk", [1024, 16384])
 def test_index_topk(chunk: int, width: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same entries in the same order, in one program and narrowed twice, and only visible ones."""
-    monkeypatch.setattr(topk_triton, "CHUNK", chunk)
+    monkeypatch.setattr(topk_triton, "chunk", lambda k: chunk)
     rows = scores(width)
     visible = torch.tensor([width, width - 1, *[width] * 4, 1, width, width // 2], device=DEVICE)
     assert torch.equal(topk_triton.index_topk(rows, visible, k), ops.index_topk(rows, visible, k))

@@ -1,6 +1,12 @@
-"""`compress` in two kernels: groups are pooled from what earlier steps left, before states are replaced."""
+"""`compress` in kernels. Groups are pooled from what earlier steps left, before states are replaced.
+
+A request that decodes has one program, which does both, where a group fits into one. Otherwise pooled rows go
+through memory, and a second kernel stores them and the states.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -10,12 +16,14 @@ from dsv4core.api.model import LayerKind
 from dsv4core.api.step import Step
 from dsv4core.kvcache import KVCache
 from dsv4core.kvcache.codecs_triton import cache_arguments, store_row
-from dsv4core.model.rope_triton import rotated
+from dsv4core.model.rope_triton import angles, turned
 
-POOLED = 8192
-"""Values, and as many scores, that a program pools: 64 a thread. 8 programs share a group of 128 rows."""
+POOLED = 2048
+"""Values, and as many scores, that a program pools: 16 a thread. 32 programs share a group of 128 rows."""
+DECODED = 4096
+"""The same of a program that decodes, and has all channels."""
 MANY = 1024
-"""Tokens from which on a program looks at several: few of them complete a group."""
+"""Tokens from which on a program looks at several: few of them complete a group, or have to be kept."""
 
 
 def compress(
@@ -36,127 +44,88 @@ def compress(
     assert kind.ratio is not None
     width = projected.shape[1] // (2 * kind.groups)
     states, table = step.state[kind.name], step.compressed[kind.name]
-    pooled = torch.empty(tokens, width, dtype=torch.float32, device=projected.device)
-    channels = min(width, POOLED // kind.state_window)
-    looked_at = min(kind.ratio, 16) if tokens > MANY else 1
-    sizes = {"GROUPS": kind.groups, "RATIO": kind.ratio, "WIDTH": width}
-    pool = state.pool.view(torch.uint8)
+    source = {
+        "projected": projected,
+        "ape": ape,
+        "token_stride": projected.stride(0),
+        "positions": step.positions,
+        "token_to_request": step.token_to_request,
+        "query_start_loc": step.query_start_loc,
+        "entry_slots": table.slot_mapping,
+        "state_table": states.block_table,
+        "table_stride": states.block_table.stride(0),
+        "state_pool": state.pool.view(torch.uint8),
+        "state_page_stride": state.page_stride_bytes,
+        "state_page_size": state.page_size,
+        "GROUPS": kind.groups,
+        "RATIO": kind.ratio,
+        "WIDTH": width,
+    }
+    target = {
+        "state_slots": states.slot_mapping,
+        "norm_weight": norm_weight,
+        "rope": rope,
+        "eps": eps,
+        **cache_arguments(entries),
+        "ROPE": rope.shape[1],
+        "enable_fp_fusion": False,
+    }
+    if step.num_decode_requests == step.num_requests and kind.state_window * width <= DECODED:
+        warps = 8 if kind.state_window * width == DECODED else 4
+        _decode[(tokens,)](**source, **target, num_warps=warps)
+    else:
+        pooled = torch.empty(tokens, width, dtype=torch.float32, device=projected.device)
+        _compress_any(source, target, pooled, kind.state_window)
+
+
+def _compress_any(source: dict[str, Any], target: dict[str, Any], pooled: torch.Tensor, rows: int) -> None:
+    """Through memory, whatever the requests' tokens are."""
+    tokens, width = pooled.shape
+    channels = min(width, POOLED // rows)
+    looked_at = min(source["RATIO"], 64) if tokens > MANY else 1
     _pool[(triton.cdiv(tokens, looked_at), width // channels)](
-        projected,
-        ape,
-        pooled,
-        step.positions,
-        step.token_to_request,
-        step.query_start_loc,
-        table.slot_mapping,
-        states.block_table,
-        pool,
-        tokens,
-        projected.stride(0),
-        states.block_table.stride(0),
-        state.page_stride_bytes,
-        state.page_size,
-        **sizes,
+        **source,
+        pooled=pooled,
+        tokens=tokens,
         CHANNELS=channels,
         TOKENS=looked_at,
         num_warps=4,
     )
-    _store[(tokens,)](
-        projected,
-        ape,
-        pooled,
-        norm_weight,
-        rope,
-        step.positions,
-        states.slot_mapping,
-        table.slot_mapping,
-        pool,
-        projected.stride(0),
-        state.page_stride_bytes,
-        state.page_size,
-        eps,
-        **{
-            f"entry_{name}" if name.islower() else name: value
-            for name, value in cache_arguments(entries).items()
-        },
-        **sizes,
-        ROPE=rope.shape[1],
+    names = ("projected", "ape", "token_stride", "positions", "entry_slots", "GROUPS", "RATIO", "WIDTH")
+    places = ("state_pool", "state_page_stride", "state_page_size")
+    looked_at = 4 if tokens > MANY else 1
+    _store[(triton.cdiv(tokens, looked_at),)](
+        **{name: source[name] for name in (*names, *places)},
+        **target,
+        pooled=pooled,
+        tokens=tokens,
+        TOKENS=looked_at,
         num_warps=4,
-        enable_fp_fusion=False,
     )
 
 
 @triton.jit
-def _pool(
+def _decode(
     projected,
     ape,
-    pooled,
+    token_stride,
     positions,
     token_to_request,
     query_start_loc,
     entry_slots,
     state_table,
-    state_pool,
-    tokens,
-    token_stride,
     table_stride,
+    state_pool,
     state_page_stride,
     state_page_size,
-    GROUPS: tl.constexpr,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    row = tl.arange(0, GROUPS * RATIO)
-    back = GROUPS * RATIO - 1 - row
-    column = (row // RATIO * WIDTH)[:, None] + channel[None, :]
-    for offset in range(TOKENS):
-        token = tl.program_id(0).to(tl.int64) * TOKENS + offset
-        slot = tl.load(entry_slots + token, mask=token < tokens, other=-1)
-        if slot >= 0:
-            request = tl.load(token_to_request + token).to(tl.int64)
-            place = tl.load(positions + token) - back
-            fresh = token - back >= tl.load(query_start_loc + request)
-            kept = (place >= 0) & (token - back < tl.load(query_start_loc + request))
-            source = projected + (token - back)[:, None] * token_stride + column
-            value = tl.load(source, mask=fresh[:, None], other=0.0)
-            score = tl.load(source + GROUPS * WIDTH, mask=fresh[:, None], other=float("-inf"))
-            score += tl.load(ape + (row % RATIO)[:, None] * (GROUPS * WIDTH) + column)
-            page = tl.load(
-                state_table + request * table_stride + place // state_page_size, mask=kept, other=0
-            )
-            base = state_pool + page.to(tl.int64) * state_page_stride
-            base += (place % state_page_size) * (2 * GROUPS * WIDTH * 4)
-            left = base.to(tl.pointer_type(tl.float32))[:, None] + column
-            value = tl.where(kept[:, None], tl.load(left, mask=kept[:, None], other=0.0), value)
-            left_score = tl.load(left + GROUPS * WIDTH, mask=kept[:, None], other=float("-inf"))
-            score = tl.where(kept[:, None], left_score, score)
-            weight = tl.exp(score - tl.max(score, axis=0)[None, :])
-            mean = tl.sum(weight * value, axis=0) / tl.sum(weight, axis=0)
-            tl.store(pooled + token * WIDTH + channel, mean)
-
-
-@triton.jit
-def _store(
-    projected,
-    ape,
-    pooled,
+    state_slots,
     norm_weight,
     rope,
-    positions,
-    state_slots,
-    entry_slots,
+    eps,
     pool,
-    token_stride,
     page_stride,
     page_size,
-    eps,
-    entry_pool,
-    entry_page_stride,
-    entry_page_size,
-    entry_scale,
+    scale,
     FORMAT: tl.constexpr,
     FNUZ: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -165,33 +134,211 @@ def _store(
     ROPE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
-    slot = tl.load(state_slots + token)
+    request = tl.load(token_to_request + token).to(tl.int64)
+    position, slot = tl.load(positions + token), tl.load(entry_slots + token)
+    state_slot = tl.load(state_slots + token)
+    begin, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
+    if (token != begin) | (begin == end):  # the program of the first token has all of the request's
+        return
+    channel, pages = tl.arange(0, WIDTH), state_table + request * table_stride
+    # One latency for all that the first token needs: it is mostly the only one.
+    value, score = _state(projected, ape, token_stride, token, position, GROUPS, RATIO, WIDTH)
+    norm = tl.load(norm_weight + channel).to(tl.float32)
+    cos, sin = angles(rope, position // RATIO * RATIO, WIDTH, ROPE)
+    for other in range(token, end):
+        if other > token:
+            slot, position = tl.load(entry_slots + other), tl.load(positions + other)
+            cos, sin = angles(rope, position // RATIO * RATIO, WIDTH, ROPE)
+        if slot >= 0:
+            row = _pooled(
+                *(projected, ape, token_stride, other, position, begin, channel),
+                *(pages, state_pool, state_page_stride, state_page_size, GROUPS, RATIO, WIDTH),
+            )
+            entry = _entry(row, norm, cos, sin, eps, WIDTH, ROPE)
+            store_row(entry, slot, pool, page_stride, page_size, scale, FORMAT, FNUZ, WIDTH)
+    tl.debug_barrier()  # all of this request's states are read
+    _keep(value, score, state_slot, state_pool, state_page_stride, state_page_size, GROUPS, WIDTH)
+    for other in range(token + 1, end):
+        value, score = _state(
+            projected, ape, token_stride, other, tl.load(positions + other), GROUPS, RATIO, WIDTH
+        )
+        _keep(
+            *(value, score, tl.load(state_slots + other)),
+            *(state_pool, state_page_stride, state_page_size, GROUPS, WIDTH),
+        )
+
+
+@triton.jit
+def _pool(
+    projected,
+    ape,
+    token_stride,
+    positions,
+    token_to_request,
+    query_start_loc,
+    entry_slots,
+    state_table,
+    table_stride,
+    state_pool,
+    state_page_stride,
+    state_page_size,
+    pooled,
+    tokens,
+    GROUPS: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    number = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here = number < tokens
+    slots = tl.load(entry_slots + number, mask=here, other=-1)
+    places = tl.load(positions + number, mask=here, other=0)
+    requests = tl.load(token_to_request + number, mask=here, other=0).to(tl.int64)
+    for turn in range(tl.sum((slots >= 0).to(tl.int32))):
+        this = _turn(slots >= 0, turn)
+        token, position, request = _of(number, this), _of(places, this), _of(requests, this)
+        row = _pooled(
+            *(projected, ape, token_stride, token, position, tl.load(query_start_loc + request), channel),
+            *(state_table + request * table_stride, state_pool, state_page_stride, state_page_size),
+            *(GROUPS, RATIO, WIDTH),
+        )
+        tl.store(pooled + token * WIDTH + channel, row)
+
+
+@triton.jit
+def _store(
+    projected,
+    ape,
+    token_stride,
+    positions,
+    entry_slots,
+    state_pool,
+    state_page_stride,
+    state_page_size,
+    pooled,
+    tokens,
+    state_slots,
+    norm_weight,
+    rope,
+    eps,
+    pool,
+    page_stride,
+    page_size,
+    scale,
+    FORMAT: tl.constexpr,
+    FNUZ: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here = number < tokens
+    slots = tl.load(entry_slots + number, mask=here, other=-1)
+    state_of = tl.load(state_slots + number, mask=here, other=-1)
+    places = tl.load(positions + number, mask=here, other=0)
+    for turn in range(tl.sum((state_of >= 0).to(tl.int32))):
+        this = _turn(state_of >= 0, turn)
+        value, score = _state(
+            *(projected, ape, token_stride, _of(number, this), _of(places, this), GROUPS, RATIO, WIDTH)
+        )
+        _keep(
+            *(value, score, _of(state_of, this)),
+            *(state_pool, state_page_stride, state_page_size, GROUPS, WIDTH),
+        )
+    channel = tl.arange(0, WIDTH)
+    for turn in range(tl.sum((slots >= 0).to(tl.int32))):
+        this = _turn(slots >= 0, turn)
+        row = tl.load(pooled + _of(number, this) * WIDTH + channel)
+        norm = tl.load(norm_weight + channel).to(tl.float32)
+        cos, sin = angles(rope, _of(places, this) // RATIO * RATIO, WIDTH, ROPE)
+        entry = _entry(row, norm, cos, sin, eps, WIDTH, ROPE)
+        store_row(entry, _of(slots, this), pool, page_stride, page_size, scale, FORMAT, FNUZ, WIDTH)
+
+
+@triton.jit
+def _turn(wanted, turn):
+    """Marks the one of those that are wanted that has its turn."""
+    return wanted & (tl.cumsum(wanted.to(tl.int32), axis=0) == turn + 1)
+
+
+@triton.jit
+def _of(values, this):
+    """The value that is marked."""
+    return tl.sum(tl.where(this, values, 0), axis=0)
+
+
+@triton.jit
+def _pooled(
+    projected,
+    ape,
+    token_stride,
+    token,
+    position,
+    begin,
+    channel,
+    pages,
+    state_pool,
+    state_page_stride,
+    state_page_size,
+    GROUPS: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Channels of the group that a token completes. Rows before its request's token `begin` are states."""
+    row = tl.arange(0, GROUPS * RATIO)
+    back = GROUPS * RATIO - 1 - row
+    column = (row // RATIO * WIDTH)[:, None] + channel[None, :]
+    fresh, there = token - back >= begin, position - back >= 0
+    place = tl.maximum(position - back, 0)
+    page = tl.load(pages + place // state_page_size, mask=there & ~fresh, other=0)
+    base = state_pool + page.to(tl.int64) * state_page_stride
+    base += (place % state_page_size) * (2 * GROUPS * WIDTH * 4)
+    kept = base.to(tl.pointer_type(tl.float32))
+    source = tl.multiple_of(tl.where(fresh, projected + (token - back) * token_stride, kept), [16])
+    source = source[:, None] + column
+    value = tl.load(source, mask=there[:, None], other=0.0)
+    score = tl.load(source + GROUPS * WIDTH, mask=there[:, None], other=float("-inf"))
+    # A state's score has it already.
+    bias = ape + (row % RATIO)[:, None] * (GROUPS * WIDTH) + column
+    score += tl.load(bias, mask=fresh[:, None], other=0.0)
+    weight = tl.exp(score - tl.max(score, axis=0)[None, :])
+    return tl.sum(weight * value, axis=0) / tl.sum(weight, axis=0)
+
+
+@triton.jit
+def _entry(row, norm, cos, sin, eps, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    """A pooled row, normalised and rotated."""
+    row = row * tl.rsqrt(tl.sum(row * row, axis=0) / WIDTH + eps) * norm
+    return tl.reshape(turned(row[None, :], cos, sin, 1, WIDTH, ROPE), (WIDTH,))
+
+
+@triton.jit
+def _state(
+    projected,
+    ape,
+    token_stride,
+    token,
+    position,
+    GROUPS: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A token's values, and its scores with what its place in the group adds."""
+    channel = tl.arange(0, GROUPS * WIDTH)
+    source = projected + token * token_stride + channel
+    bias = tl.load(ape + position % RATIO * (GROUPS * WIDTH) + channel)
+    return tl.load(source), tl.load(source + GROUPS * WIDTH) + bias
+
+
+@triton.jit
+def _keep(value, score, slot, pool, page_stride, page_size, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a token's state, if it has a slot."""
     if slot >= 0:
-        channel = tl.arange(0, GROUPS * WIDTH)
-        source = projected + token * token_stride + channel
-        score = tl.load(source + GROUPS * WIDTH) + tl.load(
-            ape + position % RATIO * (GROUPS * WIDTH) + channel
-        )
         base = pool + (slot // page_size) * page_stride + (slot % page_size) * (2 * GROUPS * WIDTH * 4)
-        target = base.to(tl.pointer_type(tl.float32)) + channel
-        tl.store(target, tl.load(source))
+        target = base.to(tl.pointer_type(tl.float32)) + tl.arange(0, GROUPS * WIDTH)
+        tl.store(target, value)
         tl.store(target + GROUPS * WIDTH, score)
-    entry_slot = tl.load(entry_slots + token)
-    if entry_slot >= 0:
-        column = tl.arange(0, WIDTH)
-        row = tl.load(pooled + token * WIDTH + column)
-        mean = tl.sum(row * row, axis=0) / WIDTH
-        row = row * tl.rsqrt(mean + eps) * tl.load(norm_weight + column).to(tl.float32)
-        entry = rotated(row[None, :], rope, position // RATIO * RATIO, 1, 1, WIDTH, ROPE)
-        store_row(
-            tl.reshape(entry, (WIDTH,)),
-            entry_slot,
-            entry_pool,
-            entry_page_stride,
-            entry_page_size,
-            entry_scale,
-            FORMAT,
-            FNUZ,
-            WIDTH,
-        )

@@ -1,7 +1,7 @@
 """An exact top-k in kernels: the k-th largest score is searched for by counting, in registers.
 
-A row of up to `CHUNK` scores is one program's. Longer rows are narrowed first: the best of each chunk are the
-only ones that can be the best of the row. What is kept lies in ascending order of entry, so that among equal
+A short row of scores is one program's. Longer rows are narrowed first: the best of each chunk are the only
+ones that can be the best of the row. What is kept lies in ascending order of entry, so that among equal
 scores the lowest entries come first on every level.
 """
 
@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from dsv4core.api.errors import ConfigError
-from dsv4core.workspace import CHUNK
+from dsv4core.workspace import CHUNK, chunk
 
+SCORES_A_WARP = 512
+"""16 a thread; programs have 4 to 16 warps."""
 GUESSES = 12
 """Counts at interpolated scores, before the search halves."""
 
@@ -27,15 +29,15 @@ def index_topk(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Ten
     if 2 * k > CHUNK:
         raise ConfigError(f"index_topk={k} is more than this kernel chooses; the most is {CHUNK // 2}.")
     tokens, width = logits.shape
-    numbers, level = None, 0
-    while width > CHUNK:
-        chunks = triton.cdiv(width, CHUNK)
+    numbers, level, size = None, 0, chunk(k)
+    while width > size:
+        chunks = triton.cdiv(width, size)
         best = torch.empty(tokens, chunks * k, dtype=torch.float32, device=logits.device)
         names = torch.empty(tokens, chunks * k, dtype=torch.int32, device=logits.device)
-        _launch(logits, numbers, visible, best, names, k, chunks, level)
+        _launch(logits, numbers, visible, best, names, k, size, level)
         logits, numbers, width, level = best, names, chunks * k, level + 1
     selected = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
-    _launch(logits, numbers, visible, None, selected, k, 1, level)
+    _launch(logits, numbers, visible, None, selected, k, size, level)
     return selected
 
 
@@ -46,29 +48,30 @@ def _launch(
     best: torch.Tensor | None,
     names: torch.Tensor,
     k: int,
-    chunks: int,
+    chunk: int,
     level: int,
 ) -> None:
     """Keep the `k` best of each chunk. A grid's first axis may be long, its second is short."""
     if values.shape[0] == 0:
         return
-    size = min(max(triton.next_power_of_2(values.shape[1]), 128), CHUNK)
-    _keep_best[(values.shape[0], chunks)](
+    rows, width = values.shape
+    size = min(max(triton.next_power_of_2(width), 128), chunk)
+    _keep_best[(rows, triton.cdiv(width, chunk))](
         values,
         numbers,
         visible,
         best,
         names,
-        values.shape[1],
+        width,
         values.stride(0),
         names.stride(0),
         k,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         SIZE=size,
         MOST=triton.next_power_of_2(k),
         LEVEL=level,
         GUESSES=GUESSES,
-        num_warps=min(max(size // 1024, 4), 16),
+        num_warps=min(max(size // SCORES_A_WARP, 4), 16),
     )
 
 
@@ -99,7 +102,11 @@ def _keep_best(
         return
     place = first + tl.arange(0, SIZE)
     here = place < length
-    score = tl.load(values + row * value_stride + place, mask=here, other=float("-inf"))
+    # Scores behind the last one may be anything, and are loaded so that 16 bytes are loaded at once.
+    score = tl.load(
+        values + row * value_stride + place, mask=place < tl.minimum(tl.cdiv(length, 16) * 16, width)
+    )
+    score = tl.where(here, score, float("-inf"))
     key = _ordered(score)
     threshold = _threshold(key, k, GUESSES)
     above = (key > threshold).to(tl.int32)
@@ -117,7 +124,7 @@ def _keep_best(
     unused = (rest >= tl.sum(chosen.to(tl.int32))) & (rest < k)
     tl.store(names + target + rest, -1, mask=unused)
     if best is not None:
-        tl.store(best + target + position, score, mask=chosen)
+        tl.store(best + target + position, _score_of(key), mask=chosen)
         tl.store(best + target + rest, float("-inf"), mask=unused)
 
 

@@ -17,7 +17,7 @@ from dsv4core.fp8_triton import (
     multiplies_fp8,
     power_of_two,
     stages,
-    times_power_of_two,
+    two_to,
 )
 from dsv4core.kvcache import KVCache
 from dsv4core.kvcache.codecs_triton import cache_arguments, load_rows
@@ -138,8 +138,8 @@ def _rotate_queries(
     if FP8:
         x = bf16_value(bf16_bits(x))
         exponent = power_of_two(magnitude(x, 1), 1e-4, False)
-        x = fp8_codes(times_power_of_two(x, -exponent[:, None]), False)
-        weight = times_power_of_two(weight, exponent)
+        x = fp8_codes(x * two_to(-exponent)[:, None], False)
+        weight = weight * two_to(exponent >> 1) * two_to(exponent - (exponent >> 1))  # 2 ** 128 is none
     tl.store(out + token * heads * WIDTH + place, x.to(out.dtype.element_ty), mask=here[:, None])
     tl.store(folded + token * heads + head, weight * factor, mask=here)
 
