@@ -127,6 +127,28 @@ def peers() -> str:
     return table(("operation", "peer", "caches", "heads", *columns), lines)
 
 
+def kernels() -> str:
+    """The core's Triton kernels on an H200, with peers of the same run."""
+    rows = [json.loads(line) for line in (RESULTS / "h200" / "triton.jsonl").read_text().splitlines()]
+    found: dict[tuple[str, str, str, int, int], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        key = (row["op"], row["phase"], row["kind"], row["shape"]["tokens"], row["shape"]["context"])
+        share = row["gbps"] / row["ceilings"]["copy_gbps"]
+        found.setdefault(key, {})[row["backend"]] = {"us": row["us"], "share": share}
+    lines = []
+    for (op, phase, kind, tokens, context), own in found.items():
+        if "triton" not in own:
+            continue
+        peers = (
+            f"{name.removeprefix('peer:')} {row['us']:.1f}" for name, row in own.items() if name != "triton"
+        )
+        us, share = own["triton"]["us"], own["triton"]["share"]
+        where = (op, f"{phase}, {kind}", f"{tokens:,}", f"{context:,}")
+        lines.append((*where, f"{us:.1f}", f"{share:.0%}", ", ".join(peers)))
+    head = ("operation", "step", "tokens", "context", "µs", "of copy bandwidth", "peers, µs")
+    return table(head, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "support": support,
     "dtypes": dtypes,
@@ -134,6 +156,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "capabilities": capabilities,
     "reasons": reasons,
     "peers": peers,
+    "kernels": kernels,
 }
 
 
