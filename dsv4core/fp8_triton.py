@@ -1,7 +1,7 @@
 """FP8 and bf16 in Triton kernels: the arithmetic of `dsv4core.fp8`.
 
 Codes are made and read with integers, since sm_80 and sm_86 convert none. From sm_89 on the chip makes the
-same ones.
+same ones, but for the sign of a NaN.
 """
 
 from __future__ import annotations

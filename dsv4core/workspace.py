@@ -22,7 +22,7 @@ CHUNK = 16384
 
 
 def chunk(k: int) -> int:
-    """Scores of which one program of the top-k keeps `k`: at least an eighth, and 4,096 at least."""
+    """Scores of which one program of the top-k keeps `k`: 8 k or more, from 4,096 to `CHUNK`."""
     return min(max(8 << (k - 1).bit_length(), 4096), CHUNK)
 
 

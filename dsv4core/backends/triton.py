@@ -132,7 +132,7 @@ def dsv4_compress(
     step: Step,
     target: Literal["compressed", "index"],
 ) -> None:
-    """Two kernels: pool, then store."""
+    """Entries, then states; in one kernel for decodes of C4A."""
     state.compress(projected, caches, step, target)
 
 

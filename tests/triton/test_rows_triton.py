@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4core.fp8 import FP8_MAX, MIN_AMAX, power_of_two_exponent, to_fp8
-from dsv4core.fp8_triton import bf16_bits, fp8_codes, fp8_values, power_of_two
+from dsv4core.fp8_triton import bf16_bits, fp8_codes, fp8_values, power_of_two, two_to
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLAVOURS = ["e4m3fn", "e4m3fnuz"]
@@ -24,8 +24,10 @@ def convert(x, out, KIND: tl.constexpr, FNUZ: tl.constexpr, SIZE: tl.constexpr):
         tl.store(out + at, fp8_values(value, FNUZ))
     elif KIND == 2:
         tl.store(out + at, bf16_bits(value))
-    else:
+    elif KIND == 3:
         tl.store(out + at, power_of_two(value, 1e-4, FNUZ))
+    else:
+        tl.store(out + at, two_to(value))
 
 
 def converted(x: torch.Tensor, dtype: torch.dtype, kind: int, fnuz: bool = False) -> torch.Tensor:
@@ -83,3 +85,9 @@ def test_exponents(flavour: str) -> None:
     found = converted(amax, torch.int32, 3, flavour == "e4m3fnuz")[: len(amax)]
     due = power_of_two_exponent(amax.clamp_min(MIN_AMAX), FP8_MAX[flavour])
     assert found.tolist() == due.tolist()
+
+
+def test_powers() -> None:
+    """Subnormal ones, too; the largest exponent is that of infinities and NaN."""
+    exponents = torch.arange(-128, 129, dtype=torch.int32)
+    assert torch.equal(converted(exponents, torch.float32, 4)[:257], 2.0 ** exponents.double().float())

@@ -1,7 +1,7 @@
 """`compress` in kernels. Groups are pooled from what earlier steps left, before states are replaced.
 
-A request that decodes has one program, which does both, where a group fits into one. Otherwise pooled rows go
-through memory, and a second kernel stores them and the states.
+A group that fits into one program is stored by it; where all requests decode, so are a request's states.
+Otherwise a second kernel stores states, and the rows of groups that several programs have pooled.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dsv4core.kvcache.codecs_triton import cache_arguments, store_row
 from dsv4core.model.rope_triton import angles, turned
 
 POOLED = 2048
-"""Values, and as many scores, that a program pools: 16 a thread. 32 programs share a group of 128 rows."""
-DECODED = 4096
-"""The same of a program that decodes, and has all channels."""
+"""Values, and as many scores, of a program that shares a group: 16 a thread. 32 programs share 128 rows."""
+FITS = 4096
+"""The most of a program that has a group to itself. Each of its rows is summed as one, whatever the step."""
 MANY = 1024
 """Tokens from which on a program looks at several: few of them complete a group, or have to be kept."""
 
@@ -42,6 +42,8 @@ def compress(
     if tokens == 0:
         return
     assert kind.ratio is not None
+    if projected.stride(0) % 4 or projected.data_ptr() % 16:  # rows are loaded 16 bytes at a time
+        projected = projected.clone(memory_format=torch.contiguous_format)
     width = projected.shape[1] // (2 * kind.groups)
     states, table = step.state[kind.name], step.compressed[kind.name]
     source = {
@@ -70,42 +72,37 @@ def compress(
         "ROPE": rope.shape[1],
         "enable_fp_fusion": False,
     }
-    if step.num_decode_requests == step.num_requests and kind.state_window * width <= DECODED:
-        warps = 8 if kind.state_window * width == DECODED else 4
-        _decode[(tokens,)](**source, **target, num_warps=warps)
-    else:
+    group = kind.state_window * width
+    if group <= FITS and step.num_decode_requests == step.num_requests:
+        _pool_and_keep[(tokens,)](**source, **target, num_warps=_warps(group))
+        return
+    several = tokens > MANY
+    channels = width if group <= FITS else POOLED // kind.state_window
+    pooled = None
+    if channels < width:
         pooled = torch.empty(tokens, width, dtype=torch.float32, device=projected.device)
-        _compress_any(source, target, pooled, kind.state_window)
-
-
-def _compress_any(source: dict[str, Any], target: dict[str, Any], pooled: torch.Tensor, rows: int) -> None:
-    """Through memory, whatever the requests' tokens are."""
-    tokens, width = pooled.shape
-    channels = min(width, POOLED // rows)
-    looked_at = min(source["RATIO"], 64) if tokens > MANY else 1
+    shared = {**source, **target, "pooled": pooled, "tokens": tokens}
+    looked_at = min(kind.ratio, 64) if several else 1
     _pool[(triton.cdiv(tokens, looked_at), width // channels)](
-        **source,
-        pooled=pooled,
-        tokens=tokens,
-        CHANNELS=channels,
-        TOKENS=looked_at,
-        num_warps=4,
+        **_of_kernel(_pool, shared), CHANNELS=channels, TOKENS=looked_at, num_warps=_warps(group)
     )
-    names = ("projected", "ape", "token_stride", "positions", "entry_slots", "GROUPS", "RATIO", "WIDTH")
-    places = ("state_pool", "state_page_stride", "state_page_size")
-    looked_at = 4 if tokens > MANY else 1
-    _store[(triton.cdiv(tokens, looked_at),)](
-        **{name: source[name] for name in (*names, *places)},
-        **target,
-        pooled=pooled,
-        tokens=tokens,
-        TOKENS=looked_at,
-        num_warps=4,
-    )
+    kept = 4 if several else 1
+    _keep_states[(triton.cdiv(tokens, kept),)](**_of_kernel(_keep_states, shared), TOKENS=kept, num_warps=4)
+
+
+def _warps(group: int) -> int:
+    return 8 if group == FITS else 4
+
+
+def _of_kernel(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a kernel takes, and options."""
+    return {
+        name: value for name, value in arguments.items() if name in (*kernel.arg_names, "enable_fp_fusion")
+    }
 
 
 @triton.jit
-def _decode(
+def _pool_and_keep(
     projected,
     ape,
     token_stride,
@@ -134,7 +131,7 @@ def _decode(
     ROPE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    request = tl.load(token_to_request + token).to(tl.int64)
+    request = tl.maximum(tl.load(token_to_request + token), 0).to(tl.int64)  # padding may have none
     position, slot = tl.load(positions + token), tl.load(entry_slots + token)
     state_slot = tl.load(state_slots + token)
     begin, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
@@ -184,9 +181,19 @@ def _pool(
     state_page_size,
     pooled,
     tokens,
+    norm_weight,
+    rope,
+    eps,
+    pool,
+    page_stride,
+    page_size,
+    scale,
+    FORMAT: tl.constexpr,
+    FNUZ: tl.constexpr,
     GROUPS: tl.constexpr,
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -204,11 +211,17 @@ def _pool(
             *(state_table + request * table_stride, state_pool, state_page_stride, state_page_size),
             *(GROUPS, RATIO, WIDTH),
         )
-        tl.store(pooled + token * WIDTH + channel, row)
+        if pooled is None:
+            norm = tl.load(norm_weight + channel).to(tl.float32)
+            cos, sin = angles(rope, position // RATIO * RATIO, WIDTH, ROPE)
+            entry = _entry(row, norm, cos, sin, eps, WIDTH, ROPE)
+            store_row(entry, _of(slots, this), pool, page_stride, page_size, scale, FORMAT, FNUZ, WIDTH)
+        else:
+            tl.store(pooled + token * WIDTH + channel, row)
 
 
 @triton.jit
-def _store(
+def _keep_states(
     projected,
     ape,
     token_stride,
@@ -237,7 +250,6 @@ def _store(
 ):
     number = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = number < tokens
-    slots = tl.load(entry_slots + number, mask=here, other=-1)
     state_of = tl.load(state_slots + number, mask=here, other=-1)
     places = tl.load(positions + number, mask=here, other=0)
     for turn in range(tl.sum((state_of >= 0).to(tl.int32))):
@@ -249,14 +261,16 @@ def _store(
             *(value, score, _of(state_of, this)),
             *(state_pool, state_page_stride, state_page_size, GROUPS, WIDTH),
         )
-    channel = tl.arange(0, WIDTH)
-    for turn in range(tl.sum((slots >= 0).to(tl.int32))):
-        this = _turn(slots >= 0, turn)
-        row = tl.load(pooled + _of(number, this) * WIDTH + channel)
-        norm = tl.load(norm_weight + channel).to(tl.float32)
-        cos, sin = angles(rope, _of(places, this) // RATIO * RATIO, WIDTH, ROPE)
-        entry = _entry(row, norm, cos, sin, eps, WIDTH, ROPE)
-        store_row(entry, _of(slots, this), pool, page_stride, page_size, scale, FORMAT, FNUZ, WIDTH)
+    if pooled is not None:
+        channel = tl.arange(0, WIDTH)
+        slots = tl.load(entry_slots + number, mask=here, other=-1)
+        for turn in range(tl.sum((slots >= 0).to(tl.int32))):
+            this = _turn(slots >= 0, turn)
+            row = tl.load(pooled + _of(number, this) * WIDTH + channel)
+            norm = tl.load(norm_weight + channel).to(tl.float32)
+            cos, sin = angles(rope, _of(places, this) // RATIO * RATIO, WIDTH, ROPE)
+            entry = _entry(row, norm, cos, sin, eps, WIDTH, ROPE)
+            store_row(entry, _of(slots, this), pool, page_stride, page_size, scale, FORMAT, FNUZ, WIDTH)
 
 
 @triton.jit
@@ -330,7 +344,7 @@ def _state(
     """A token's values, and its scores with what its place in the group adds."""
     channel = tl.arange(0, GROUPS * WIDTH)
     source = projected + token * token_stride + channel
-    bias = tl.load(ape + position % RATIO * (GROUPS * WIDTH) + channel)
+    bias = tl.load(ape + tl.maximum(position, 0) % RATIO * (GROUPS * WIDTH) + channel)
     return tl.load(source), tl.load(source + GROUPS * WIDTH) + bias
 
 

@@ -139,7 +139,7 @@ def _rotate_queries(
         x = bf16_value(bf16_bits(x))
         exponent = power_of_two(magnitude(x, 1), 1e-4, False)
         x = fp8_codes(x * two_to(-exponent)[:, None], False)
-        weight = weight * two_to(exponent >> 1) * two_to(exponent - (exponent >> 1))  # 2 ** 128 is none
+        weight = weight * two_to(exponent >> 1) * two_to(exponent - (exponent >> 1))  # 2 ** 128 overflows
     tl.store(out + token * heads * WIDTH + place, x.to(out.dtype.element_ty), mask=here[:, None])
     tl.store(folded + token * heads + head, weight * factor, mask=here)
 
