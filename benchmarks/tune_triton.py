@@ -164,7 +164,7 @@ SWEEPS = {
     "index_topk": Sweep(
         topk_triton,
         {
-            "chunk": [partial(max, size) for size in (4096, 8192, 16384)],
+            "chunk_size": [partial(max, size) for size in (4096, 8192, 16384)],
             "GUESSES": (0, 6, 12),
             "SCORES_A_WARP": (512, 1024),
         },

@@ -21,7 +21,7 @@ CHUNK = 16384
 """Scores that one program of the top-k looks at, at most."""
 
 
-def chunk(k: int) -> int:
+def chunk_size(k: int) -> int:
     """Scores of which one program of the top-k keeps `k`: 8 k or more, from 4,096 to `CHUNK`."""
     return min(max(8 << (k - 1).bit_length(), 4096), CHUNK)
 
@@ -60,8 +60,8 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     chosen = min(model.index_topk, entries)
     attention = 4 * tokens * chosen + 4 * MOST_PROGRAMS * 64 * (model.head_dim + 1)
     turn = min(tokens, LOGITS // max(entries, 1) + 1)
-    own = chunk(max(chosen, 1))
-    narrowed = 2 * 8 * turn * chosen * -(-entries // own) if entries > own else 0
+    size = chunk_size(max(chosen, 1))
+    narrowed = 2 * 8 * turn * chosen * -(-entries // size) if entries > size else 0
     tables = 4 * (tokens * (model.sliding_window + 2) + limits.max_requests * (entries + 2))
     parts = 4 * MOST_PROGRAMS * 128 * 64
     weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)

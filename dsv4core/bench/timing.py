@@ -44,7 +44,7 @@ def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> fl
         _synchronise(device)
     times: list[float] = []
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    launching = 0 if graph else _launching_seconds(run)
+    launching = 0 if graph else _launching_seconds(run, device)
     while sum(times) < SECONDS * 1e3 or (len(times) < 5 and sum(times) < PATIENCE * 1e3):
         if launching:
             torch.cuda._sleep(int(2 * launching * CLOCK))
@@ -96,12 +96,12 @@ def _fp8_product(size: int, device: torch.device) -> float:
         return math.inf
 
 
-def _launching_seconds(run: Callable[[], object]) -> float:
+def _launching_seconds(run: Callable[[], object], device: torch.device) -> float:
     """What the host takes to launch a round."""
     begin = time.perf_counter()
     run()
     launched = time.perf_counter() - begin
-    torch.cuda.synchronize()
+    _synchronise(device)
     return min(launched, 0.02)  # the driver's queue holds no more launches
 
 

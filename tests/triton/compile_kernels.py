@@ -59,6 +59,7 @@ class Chip:
 
 CHIPS = {
     "sm_86": Chip(GPUTarget("cuda", 86, 32), "e4m3fn", (), attention.FEW_HEADS),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), "e4m3fn", (torch.float8_e4m3fn,), attention.HEADS),
     "gfx942": Chip(GPUTarget("hip", "gfx942", 64), "e4m3fnuz", (torch.float8_e4m3fnuz,), attention.HEADS),
     "gfx950": Chip(GPUTarget("hip", "gfx950", 64), "e4m3fn", (torch.float8_e4m3fn,), attention.HEADS),
 }

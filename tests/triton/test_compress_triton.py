@@ -36,7 +36,7 @@ class Host:
         for request, (known, new) in enumerate(zip(computed, query, strict=True)):
             tables.grow(request, known + new)
         state = {name: own.block_table for name, own in tables.state.items()}
-        decodes = len(query) if max(query) < 5 else 0
+        decodes = len(query) if max(query) < 5 and 0 not in computed else 0
         batch = Batch(computed, query, decodes, tables.window.block_table, tables.context.block_table, state)
         step = self.buffers.build(batch)
         pairs = [(main, self.caches.state, self.caches.compressed)]
@@ -73,3 +73,28 @@ def test_chunks_of_two_requests(kind: LayerKind, many: int, monkeypatch: pytest.
             found = getattr(hosts[1].caches, name).read(slots)
             off = (found - due.read(slots)).norm(dim=-1) / due.read(slots).norm(dim=-1).clamp_min(1e-9)
             assert float(off.max()) < (2e-2 if name == "index" else 1e-5), name
+
+
+@pytest.mark.parametrize("chunks", [(3, *[1] * 9), (7, 1, 4)], ids=str)
+def test_decodes_leave_the_entries_of_a_chunk(chunks: tuple[int, ...]) -> None:
+    """Bit for bit, though they come from another kernel."""
+    sizes = (2048, 512)
+    main, index = (torch.randn(12, size, device=DEVICE) for size in sizes)
+    rope = rope_table(MODEL.rope_of(C4A), 64, 300, DEVICE)
+    weights = {
+        size: (torch.randn(4, size // 2, device=DEVICE), torch.rand(size // 4, device=DEVICE), rope)
+        for size in sizes
+    }
+    hosts = [Host(C4A, kernels.compress) for _ in range(2)]
+    for host, counts in zip(hosts, ((12,), chunks), strict=True):
+        done = 0
+        for count in counts:
+            rows = slice(done, done + count)
+            both = (torch.cat([own[rows], own[rows]]) for own in (main, index))
+            host.step((done, done), (count, count), *both, weights)
+            done += count
+    for name in ("compressed", "index"):
+        one, other = (getattr(host.caches, name) for host in hosts)
+        assert torch.equal(one.pool.view(torch.uint8), other.pool.view(torch.uint8)), name
+        rows = one.read(torch.arange(one.num_pages * one.page_size, device=DEVICE))
+        assert int(rows.any(-1).sum()) == 6, name

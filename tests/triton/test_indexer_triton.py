@@ -103,7 +103,7 @@ def scores(width: int) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1024, 16384])
 def test_index_topk(chunk: int, width: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same entries in the same order, in one program and narrowed twice, and only visible ones."""
-    monkeypatch.setattr(topk_triton, "chunk", lambda k: chunk)
+    monkeypatch.setattr(topk_triton, "chunk_size", lambda k: chunk)
     rows = scores(width)
     visible = torch.tensor([width, width - 1, *[width] * 4, 1, width, width // 2], device=DEVICE)
     assert torch.equal(topk_triton.index_topk(rows, visible, k), ops.index_topk(rows, visible, k))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4core.api.errors import ConfigError
-from dsv4core.workspace import CHUNK, chunk
+from dsv4core.workspace import CHUNK, chunk_size
 
 SCORES_A_WARP = 512
 """16 a thread; programs have 4 to 16 warps."""
@@ -29,7 +29,7 @@ def index_topk(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Ten
     if 2 * k > CHUNK:
         raise ConfigError(f"index_topk={k} is more than this kernel chooses; the most is {CHUNK // 2}.")
     tokens, width = logits.shape
-    numbers, level, size = None, 0, chunk(k)
+    numbers, level, size = None, 0, chunk_size(k)
     while width > size:
         chunks = triton.cdiv(width, size)
         best = torch.empty(tokens, chunks * k, dtype=torch.float32, device=logits.device)
@@ -92,13 +92,13 @@ def _keep_best(
     LEVEL: tl.constexpr,
     GUESSES: tl.constexpr,
 ):
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(visible + row).to(tl.int32)
     for _ in tl.static_range(LEVEL):
         length = tl.cdiv(length, CHUNK) * k
     length = tl.minimum(length, width)
-    first = chunk * CHUNK
-    if (first >= length) & (chunk > 0):  # the next level does not look there
+    first = number * CHUNK
+    if (first >= length) & (number > 0):  # the next level does not look there
         return
     place = first + tl.arange(0, SIZE)
     here = place < length
@@ -116,7 +116,7 @@ def _keep_best(
     room = k - tl.sum(above)
     above_before, equal_before = before & 0xFFFF, before >> 16
     chosen = (above != 0) | ((equal != 0) & (equal_before <= room))
-    target = row * name_stride + chunk * k
+    target = row * name_stride + number * k
     position = above_before + tl.minimum(equal_before, room) - 1
     name = place if numbers is None else tl.load(numbers + row * value_stride + place, mask=here, other=-1)
     tl.store(names + target + position, name, mask=chosen)

@@ -165,7 +165,7 @@ def test_writing_again_writes_the_same_bytes(dsv4: Subject, kind: LayerKind) -> 
         assert_unchanged(ledger, before, "The same step leaves another {} cache")
 
 
-CHUNKS: tuple[tuple[int, ...], ...] = ((290,), (130, 160), (1, 2, 3, 127, 157))
+CHUNKS: tuple[tuple[int, ...], ...] = ((290,), (130, 160), (1, 2, 3, 127, 157), (3, *[1] * 9, 278))
 
 
 @check("L2", core=True, owned=WRITERS, reports=("vllm#49896",))
