@@ -53,10 +53,10 @@ class Sweep:
 
     module: ModuleType
     constants: Mapping[str, Sequence[Any]]
-    shapes: Sequence[tuple[int, ...]]
+    shapes: Sequence[tuple[Any, ...]]
     calls: Callable[..., list[Call]]
 
-    def times(self, shape: tuple[int, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
+    def times(self, shape: tuple[Any, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
         """Microseconds with each choice that the device can run; the constants as they are come first."""
         calls, own = self.calls(*shape), {name: getattr(self.module, name) for name in self.constants}
         choices = [
@@ -69,6 +69,11 @@ class Sweep:
             except Exception as error:  # such as too much shared memory
                 print(f"  {choice}: {type(error).__name__}", file=sys.stderr)
         vars(self.module).update(own)
+
+
+def chosen(choice: Any, *_: Any) -> Any:
+    """The choice, whatever the call."""
+    return choice
 
 
 def filled(format: KVCacheFormat, pages: int, width: int) -> KVCache:
@@ -117,9 +122,9 @@ def products(tokens: int, rows: int, columns: int) -> list[Call]:
     return [call(Weight(own, scale, (128, 128))) for own in data]
 
 
-def attended(tokens: int, heads: int, columns: int) -> list[Call]:
-    """Attention over a window and chosen entries of packed rows, four tables in turn."""
-    cache = filled(LAYOUT.window, 4096, 512)
+def attended(format: str, tokens: int, heads: int, columns: int) -> list[Call]:
+    """Attention over a window and chosen entries, four tables in turn."""
+    cache = filled(cache_layout(MODEL, format, "fp8").window, 4096, 512)
     q, sinks = torch.randn(tokens, heads, 512, device=DEVICE).bfloat16(), torch.zeros(heads, device=DEVICE)
 
     def call() -> Call:
@@ -188,8 +193,20 @@ SWEEPS = {
     ),
     "sparse_mla": Sweep(
         attention,
-        {"HEADS": (16, 32, 64), "KEYS": (16, 32, 64)},
-        ((1, 64, 512), (64, 64, 512), (128, 64, 512), (64, 128, 1024), (64, 16, 512)),
+        {
+            "_blocks": [
+                partial(chosen, attention.Blocks(*own))
+                for own in (
+                    *product((64,), (32, 64), (8,), (1, 2, 3)),
+                    *product((16,), (32, 64), (4, 8), (2,)),
+                )
+            ]
+        },
+        tuple(
+            (format, *shape)
+            for format in ("fp8_ds_mla", "bf16")
+            for shape in ((1, 64, 512), (64, 64, 512), (128, 64, 512), (64, 128, 1024), (64, 16, 512))
+        ),
         attended,
     ),
 }

@@ -50,7 +50,7 @@ class Chip:
     target: GPUTarget
     flavour: str
     multiplies: tuple[torch.dtype, ...]
-    most_heads: int
+    shared_memory: int
 
     @property
     def nvidia(self) -> bool:
@@ -58,10 +58,11 @@ class Chip:
 
 
 CHIPS = {
-    "sm_86": Chip(GPUTarget("cuda", 86, 32), "e4m3fn", (), attention.FEW_HEADS),
-    "sm_90": Chip(GPUTarget("cuda", 90, 32), "e4m3fn", (torch.float8_e4m3fn,), attention.HEADS),
-    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), "e4m3fnuz", (torch.float8_e4m3fnuz,), attention.HEADS),
-    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), "e4m3fn", (torch.float8_e4m3fn,), attention.HEADS),
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), "e4m3fn", (), 163 << 10),
+    "sm_86": Chip(GPUTarget("cuda", 86, 32), "e4m3fn", (), 99 << 10),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), "e4m3fn", (torch.float8_e4m3fn,), 227 << 10),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), "e4m3fnuz", (torch.float8_e4m3fnuz,), 132 << 10),
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), "e4m3fn", (torch.float8_e4m3fn,), 132 << 10),
 }
 
 
@@ -114,13 +115,13 @@ def launches(chip: Chip) -> list[Launch]:
     recorded: list[Launch] = []
     JITFunction.run = lambda self, *args, **kwargs: recorded.append(Launch.of(self, *args, **kwargs))
     driver.set_active(SimpleNamespace(get_current_target=lambda: chip.target))
-    for module in (indexer, linear):
+    for module in (indexer, linear, attention):
         module.multiplies_fp8 = lambda device, dtype: dtype in chip.multiplies  # type: ignore[attr-defined]
+    for module in (indexer, linear):
         module.stages = lambda device, wanted: wanted if chip.nvidia else 2  # type: ignore[attr-defined]
     for module in (linear, attention):
         module.converts_packed = lambda device: chip.nvidia  # type: ignore[attr-defined]
-    few = attention.FEW_HEADS
-    attention._most_heads = lambda device, dtype: few if dtype == torch.float32 else chip.most_heads
+    attention._shared_memory = lambda device: chip.shared_memory
     for call in calls(PRESETS["v4_flash"], chip):
         call()
     kernels.index_topk(
@@ -144,10 +145,10 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
         rows = [Rows(window, slots[:, :128]), Rows(window, slots)]
         attend = partial(kernels.sparse_mla, softmax_scale=model.softmax_scale)
         yield partial(attend, q, rows, sinks=sinks)
+        yield partial(attend, q[:1, :8], rows[:1], want_lse=True)
         if name == "fp8_e4m3":
             yield partial(insert, q_dtype=torch.float8_e4m3fn, q_scale=torch.ones(1))
         if name == "fp8_ds_mla":
-            yield partial(attend, q[:1, :8], rows[:1], want_lse=True)
             yield partial(attend, q.float(), rows, sinks=sinks)
             yield partial(attend, q, [rows[0], Rows(window, slots, positions, requests)], sinks=sinks)
     layout = formats["fp8_ds_mla"]

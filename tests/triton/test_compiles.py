@@ -12,7 +12,13 @@ import pytest
 
 from dsv4core import ops
 
-SHARED = {"sm_86": 99 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+SHARED = {
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_90": 227 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
 """Bytes of shared memory (LDS) that a program may have."""
 OPERATIONS = Path(ops.__file__).parent
 
