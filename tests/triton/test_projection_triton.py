@@ -8,9 +8,10 @@ import torch
 from dsv4core import ops
 from dsv4core.api import ConfigError, Weight
 from dsv4core.model.rope import rope_table
+from dsv4core.model.rope import rotate_back as rope_back
 from dsv4core.model.shapes import PRESETS
 from dsv4core.ops.inverse_rope_quant.triton import inverse_rope_quant
-from dsv4core.ops.linear.triton import grouped_linear, linear, prepare_linear
+from dsv4core.ops.linear.triton import RotateBack, grouped_linear, linear, prepare_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODEL = PRESETS["v4_flash"]
@@ -70,6 +71,24 @@ def test_products_of_groups(tokens: int) -> None:
     due = torch.einsum("tgi,goi->tgo", x.float().unflatten(1, (3, 256)), parts).flatten(1)
     found = grouped_linear(x, prepare_linear(weight), 3, torch.float32)
     assert float((found - due).norm(dim=-1).sub(due.norm(dim=-1) * 4e-3).clamp_min(0).sum()) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 140])
+def test_heads_rotated_back_as_they_are_multiplied(tokens: int) -> None:
+    """Two heads a group; rows that are apart; the same bits as of rows that were rotated before."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    weight = weight_of(256, 1024)
+    weight = prepare_linear(Weight(weight.data, torch.ones(2, 8, device=DEVICE), weight.block))
+    x = torch.randn(tokens, 2048 + 8, device=DEVICE).to(dtype)[:, :2048]
+    rotate_back = RotateBack(torch.randint(4096, (tokens,), device=DEVICE), ROPE, 512)
+    found = grouped_linear(x, weight, 2, torch.float32, rotate_back)
+    due = rotate_back(x).float()
+    heads = rope_back(x.float().unflatten(1, (4, 512)), rotate_back.positions, ROPE).to(dtype)
+    assert torch.equal(due, heads.float().flatten(1))
+    torch.testing.assert_close(
+        found, grouped_linear(due.to(dtype), weight, 2, torch.float32), rtol=1e-3, atol=1e-3
+    )
+    assert float((found - grouped_linear(x, weight, 2, torch.float32)).norm()) > 0.05 * float(found.norm())
 
 
 def test_plain_products() -> None:

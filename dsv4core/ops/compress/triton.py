@@ -327,7 +327,7 @@ def _pooled(
 def _entry(row, norm, cos, sin, eps, WIDTH: tl.constexpr, ROPE: tl.constexpr):
     """A pooled row, normalised and rotated."""
     row = row * tl.rsqrt(tl.sum(row * row, axis=0) / WIDTH + eps) * norm
-    return tl.reshape(turned(row[None, :], cos, sin, 1, WIDTH, ROPE), (WIDTH,))
+    return tl.reshape(turned(row[None, :], cos[None, :], sin[None, :], 1, WIDTH, ROPE), (WIDTH,))
 
 
 @triton.jit

@@ -6,6 +6,9 @@ matrix units: the weight is decoded once for all of them, and torch multiplies.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +22,8 @@ from dsv4core.fp8_triton import (
     multiplies_fp8,
     stages,
 )
+from dsv4core.model.rope_triton import angles, angles_of_rows, turned
+from dsv4core.ops.inverse_rope_quant.triton import inverse_rope
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -28,8 +33,29 @@ STAGES = 3
 """Tiles of the weight in flight on NVIDIA's chips: 16 KB each."""
 SHORT, LONG = (16, 512, 2), (4, 2048, 4)
 """Rows and columns of a tile, and warps, for a single row of up to 1,024 values, and of more; on an H200."""
+ADDED = 1024
+"""Sums that a program makes of those of several programs."""
 PROGRAMS = 256
 """Programs that a product of few rows is divided into at least, as far as its columns allow."""
+
+
+@dataclass(frozen=True, eq=False)
+class RotateBack:
+    """Rows of activations that are heads, whose last channels are rotated back before they are multiplied.
+
+    Attributes:
+        positions: `[tokens]` int64.
+        rope: `[max_positions, rope_dim]` fp32.
+        head_dim: Channels of a head, a power of two up to 512 and not less than 128.
+    """
+
+    positions: torch.Tensor
+    rope: torch.Tensor
+    head_dim: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows rotated, for a product that does not do it."""
+        return inverse_rope(x.unflatten(1, (-1, self.head_dim)), self.positions, self.rope).flatten(1)
 
 
 def prepare_linear(weight: Weight) -> Weight:
@@ -64,7 +90,11 @@ def linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: Weight, groups: int, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    groups: int,
+    out_dtype: torch.dtype | None = None,
+    rotate_back: RotateBack | None = None,
 ) -> torch.Tensor:
     """Multiply each group's columns of `x` with its rows of the weight.
 
@@ -73,6 +103,7 @@ def grouped_linear(
         weight: From `prepare_linear`, `[groups * out, in]`, `out` a multiple of 128 where there are several.
         groups: How many there are.
         out_dtype: Dtype of the result; that of `x` if None.
+        rotate_back: How rows are rotated first, if they are; few rows of FP8 weights as they are loaded.
 
     Returns:
         `[tokens, groups * out]`.
@@ -89,9 +120,10 @@ def grouped_linear(
     if tokens == 0:
         return torch.empty(0, weight.data.shape[0], dtype=dtype, device=x.device)
     if weight.scale is not None and tokens == 1:
-        return _one(x, weight, groups, dtype)
+        return _one(x, weight, groups, dtype, rotate_back)
     if weight.scale is not None and (tokens <= FEW or x.dtype == torch.float32):
-        return _few(x, weight, groups, dtype)
+        return _few(x, weight, groups, dtype, rotate_back)
+    x = x if rotate_back is None else rotate_back(x)
     parts = zip(x.chunk(groups, dim=1), _chunks(weight, groups), strict=True)
     products = [_many(own, part, dtype) for own, part in parts]
     return products[0] if groups == 1 else torch.cat(products, dim=1)
@@ -118,7 +150,9 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.T
     return torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
 
 
-def _one(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def _one(
+    x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype, rotate_back: RotateBack | None
+) -> torch.Tensor:
     """A single row: every code is read once and multiplied as fp32."""
     assert weight.scale is not None
     rows, columns = weight.data.shape
@@ -138,11 +172,14 @@ def _one(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
         BLOCK=BLOCK,
         NATIVE=multiplies_fp8(x.device, weight.data.dtype),
         num_warps=warps,
+        **_rotation(rotate_back),
     )
     return out
 
 
-def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def _few(
+    x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype, rotate_back: RotateBack | None
+) -> torch.Tensor:
     """Up to 128 rows. Where the weight has few rows, programs share its columns and their sums are added."""
     assert weight.scale is not None
     tokens, (rows, columns) = x.shape[0], weight.data.shape
@@ -169,10 +206,34 @@ def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
         TOKENS=width,
         BLOCK=BLOCK,
         PACKED=converts_packed(x.device) and x.dtype == torch.bfloat16,
+        **_rotation(rotate_back),
         num_warps=4,
         num_stages=1 if narrow else stages(x.device, STAGES),
     )
-    return out[0] if splits == 1 else out.sum(0).to(dtype)
+    return out[0] if splits == 1 else _sum(out, dtype)
+
+
+def _rotation(rotate_back: RotateBack | None) -> dict[str, Any]:
+    """What kernels have to know of it."""
+    if rotate_back is None:
+        return {"positions": None, "rope": None, "HEAD": BLOCK, "ROPE": 0}
+    rope = rotate_back.rope
+    return {
+        "positions": rotate_back.positions,
+        "rope": rope,
+        "HEAD": rotate_back.head_dim,
+        "ROPE": rope.shape[1],
+    }
+
+
+def _sum(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`parts.sum(0).to(dtype)` in one launch."""
+    splits, tokens, rows = parts.shape
+    out = torch.empty(tokens, rows, dtype=dtype, device=parts.device)
+    _add_parts[(triton.cdiv(out.numel(), ADDED),)](
+        parts, out, out.numel(), SPLITS=splits, SIZE=ADDED, num_warps=4
+    )
+    return out
 
 
 def _decoded(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -205,20 +266,31 @@ def _times_row(
     columns,
     group,
     scale_stride,
+    positions,
+    rope,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     scale_row = scales + (tl.program_id(0) * HEIGHT // BLOCK) * scale_stride
     x += tl.program_id(0) * HEIGHT // group * columns
     total = tl.zeros((HEIGHT,), tl.float32)
+    if rope is not None:
+        cos, sin = angles(rope, tl.load(positions), HEAD, ROPE)
     for first in range(0, columns, WIDTH):
         column = first + tl.arange(0, WIDTH)
         here = (row < rows)[:, None] & (column < columns)[None, :]
         codes = tl.load(weight + row[:, None].to(tl.int64) * columns + column[None, :], mask=here, other=0)
         factor = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+        if rope is not None:
+            heads = tl.reshape(factor, (WIDTH // HEAD, HEAD))
+            heads = turned(heads, cos[None, :], -sin[None, :], WIDTH // HEAD, HEAD, ROPE)
+            # Rounded as a kernel of its own would leave it.
+            factor = tl.reshape(heads, (WIDTH,)).to(x.dtype.element_ty).to(tl.float32)
         factor *= tl.load(scale_row + column // BLOCK, mask=column < columns, other=0.0)
         if NATIVE:
             values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -241,10 +313,14 @@ def _times_rows(
     x_stride,
     scale_stride,
     split,
+    positions,
+    rope,
     HEIGHT: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -254,10 +330,16 @@ def _times_rows(
     codes_of = weight + row[:, None].to(tl.int64) * columns + depth[None, :]
     values_of = x + token[:, None].to(tl.int64) * x_stride + depth[None, :]
     values_of += tl.program_id(0) * HEIGHT // group * columns
+    if rope is not None:
+        position = tl.load(positions + token, mask=token < tokens, other=0)
     total = tl.zeros((TOKENS, HEIGHT), tl.float32)
     for first in range(begin, tl.minimum(begin + split, columns), BLOCK):
         codes = tl.load(codes_of + first, mask=(row < rows)[:, None], other=0)
         values = tl.load(values_of + first, mask=(token < tokens)[:, None], other=0.0)
+        if rope is not None:  # noqa: SIM102  decided when the kernel is compiled
+            if (first + BLOCK) % HEAD == 0:
+                cos, sin = angles_of_rows(rope, position, BLOCK, ROPE)
+                values = turned(values.to(tl.float32), cos, -sin, TOKENS, BLOCK, ROPE).to(values.dtype)
         scale = tl.load(scale_row + first // BLOCK)
         # A power of two times a code is exact in bf16: the product needs no second sum.
         if PACKED:
@@ -268,6 +350,15 @@ def _times_rows(
     target = out + (tl.program_id(2) * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
     here = (token < tokens)[:, None] & (row < rows)[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _add_parts(parts, out, size, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.zeros((SIZE,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * size.to(tl.int64) + place, mask=place < size, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
 
 
 @triton.jit

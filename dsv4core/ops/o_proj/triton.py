@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4core.api.layer import Weight
-from dsv4core.ops.inverse_rope_quant.triton import inverse_rope
-from dsv4core.ops.linear.triton import grouped_linear, linear
+from dsv4core.ops.linear.triton import RotateBack, grouped_linear, linear
 
 
 def o_proj(
@@ -18,5 +17,5 @@ def o_proj(
     groups: int,
 ) -> torch.Tensor:
     """As the definition, for weights from the kernels' `prepare_linear`."""
-    rotated = inverse_rope(attention, positions, rope).flatten(1)
-    return linear(grouped_linear(rotated, wo_a, groups), wo_b)
+    rotate_back = RotateBack(positions, rope, attention.shape[2])
+    return linear(grouped_linear(attention.flatten(1), wo_a, groups, rotate_back=rotate_back), wo_b)
