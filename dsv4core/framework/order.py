@@ -12,11 +12,11 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "cpu": ("reference",),
         # The reference is a hundred times too slow for a GPU: to fall back to it would be a silent failure.
-        "cuda": (),
-        "sm_90": ("flashmla", "flashinfer"),
-        "sm_100": ("flashinfer", "flashmla"),
-        "sm_103": ("flashinfer",),
-        "rocm": (),
+        "cuda": ("triton",),
+        "sm_90": ("flashmla", "flashinfer", "triton"),
+        "sm_100": ("flashinfer", "flashmla", "triton"),
+        "sm_103": ("flashinfer", "triton"),
+        "rocm": (),  # the core's kernels compile for AMD's chips, and have run on none
         "gfx942": ("rocm_aiter",),
         "gfx950": ("rocm_aiter",),
     }

@@ -75,11 +75,11 @@ def test_auto_says_what_it_chose_and_what_it_passed_over_in_one_line(
 
 def test_auto_finds_nothing_on_a_gpu_that_no_kernel_is_for(folder: Path, capsys: Capture) -> None:
     install_backend(folder, "reference")
-    assert main(["explain", "request.arch=sm_120"]) == 2
+    assert main(["explain", "request.arch=gfx90a"]) == 2
     assert " ".join(capsys.readouterr().out.split()) == (
-        "tiny on cuda sm_120 (as asked) backend verdict reasons "
+        "tiny on rocm gfx90a (as asked) backend verdict reasons "
         "reference rejected [not-in-order] It is installed, but auto does not try it. "
-        "Ask for backend=reference. Not the defaults: request.arch=sm_120 "
+        "Ask for backend=reference. Not the defaults: request.arch=gfx90a "
         "Nothing was chosen. Name a backend with backend=NAME, or list some in backend.order."
     )
 

@@ -36,7 +36,7 @@ def test_a_cpu_has_no_architecture(request_: Request) -> None:
 def test_the_default_order_names_backends_that_exist() -> None:
     check_order(DEFAULT_ORDER)
     named = {name for names in DEFAULT_ORDER.values() for name in names}
-    assert named <= {"reference", *KNOWN_BACKENDS}
+    assert named <= {"reference", "triton", *KNOWN_BACKENDS}
     gpus = [names for machine, names in DEFAULT_ORDER.items() if machine != "cpu"]
     assert not any("reference" in names for names in gpus)
 

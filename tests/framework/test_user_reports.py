@@ -118,10 +118,10 @@ def test_a03_an_unsupported_machine_is_refused_before_anything_is_built(
 
 ORDERS = {
     "cpu": ("reference",),
-    "cuda": (),
-    "sm_90": ("flashmla", "flashinfer"),
-    "sm_100": ("flashinfer", "flashmla"),
-    "sm_103": ("flashinfer",),
+    "cuda": ("triton",),
+    "sm_90": ("flashmla", "flashinfer", "triton"),
+    "sm_100": ("flashinfer", "flashmla", "triton"),
+    "sm_103": ("flashinfer", "triton"),
     "rocm": (),
     "gfx942": ("rocm_aiter",),
     "gfx950": ("rocm_aiter",),
