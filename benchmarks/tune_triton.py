@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -31,6 +31,7 @@ from dsv4core.ops.indexer import triton as indexer
 from dsv4core.ops.inverse_rope_quant import triton as inverse
 from dsv4core.ops.linear import triton as linear
 from dsv4core.ops.qk_norm_rope_insert import triton as insert
+from dsv4core.ops.sparse_mla import schedule_triton
 from dsv4core.ops.sparse_mla import triton as attention
 
 DEVICE = torch.device("cuda")
@@ -58,14 +59,14 @@ class Sweep:
 
     def times(self, shape: tuple[Any, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
         """Microseconds with each choice that the device can run; the constants as they are come first."""
-        calls, own = self.calls(*shape), {name: getattr(self.module, name) for name in self.constants}
+        own = {name: getattr(self.module, name) for name in self.constants}
         choices = [
             dict(zip(self.constants, values, strict=True)) for values in product(*self.constants.values())
         ]
         for choice in [own, *choices]:
             vars(self.module).update(choice)
             try:
-                yield microseconds(calls, DEVICE, graph=True), choice
+                yield microseconds(self.calls(*shape), DEVICE, graph=True), choice
             except Exception as error:  # such as too much shared memory
                 print(f"  {choice}: {type(error).__name__}", file=sys.stderr)
         vars(self.module).update(own)
@@ -76,6 +77,7 @@ def chosen(choice: Any, *_: Any) -> Any:
     return choice
 
 
+@lru_cache(maxsize=2)
 def filled(format: KVCacheFormat, pages: int, width: int) -> KVCache:
     """A pool of random rows."""
     cache = allocate_cache(format, pages, 64, DEVICE)
@@ -130,7 +132,8 @@ def attended(format: str, tokens: int, heads: int, columns: int) -> list[Call]:
     def call() -> Call:
         tables = [torch.randint(4096 * 64, (tokens, width), device=DEVICE).int() for width in (128, columns)]
         rows = [(cache, table) for table in tables]
-        return lambda: attention.sparse_mla(q, rows, MODEL.softmax_scale, sinks)
+        division = attention.attention_schedule(q, rows)  # which the layers of a kind share
+        return lambda: attention.scheduled_sparse_mla(q, rows, MODEL.softmax_scale, sinks, False, division)
 
     return [call() for _ in range(4)]
 
@@ -192,10 +195,10 @@ SWEEPS = {
         products,
     ),
     "sparse_mla": Sweep(
-        attention,
+        schedule_triton,
         {
             "_blocks": [
-                partial(chosen, attention.Blocks(*own))
+                partial(chosen, schedule_triton.Blocks(*own))
                 for own in (
                     *product((64,), (32, 64), (8,), (1, 2, 3)),
                     *product((16,), (32, 64), (4, 8), (2,)),

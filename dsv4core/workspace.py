@@ -11,7 +11,7 @@ QUERY_TILE = 64
 MOST_SHARED = 4
 """A tile reads at most this many times the rows of one query, else it is halved."""
 
-MOST_PROGRAMS = 512
+MOST_PROGRAMS = 640
 """Most programs that share sums of parts: as many as a GPU has processors, or twice that."""
 
 LOGITS = 1 << 26
@@ -45,9 +45,9 @@ def layer_bytes(layer: LayerSpec, limits: Limits) -> int:
 def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     """A bound on what the Triton kernels of a layer's hooks hold at a time besides what they return.
 
-    The step's tables of slots, and the most of these. Attention: the slots of entries, and sums of parts.
-    Compressor: pooled rows. Top-k: the best of each chunk, twice. Output projection: heads rotated back;
-    low-rank rows; sums of parts, or weights in two bytes.
+    The step's tables of slots and of work, and the most of these. Attention: the slots of entries, and sums
+    of parts. Compressor: pooled rows. Top-k: the best of each chunk, twice. Output projection: heads rotated
+    back; low-rank rows; sums of parts, or weights in two bytes.
 
     Args:
         layer: The layer.
@@ -62,11 +62,11 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     turn = min(tokens, LOGITS // max(entries, 1) + 1)
     size = chunk_size(max(chosen, 1))
     narrowed = 2 * 8 * turn * chosen * -(-entries // size) if entries > size else 0
-    tables = 4 * (tokens * (model.sliding_window + 2) + limits.max_requests * (entries + 2))
+    tables = tokens * (model.sliding_window + 6) + limits.max_requests * (entries + 2) + MOST_PROGRAMS
     parts = 4 * MOST_PROGRAMS * 128 * 64
     weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
     projection = tokens * (4 * heads + 6 * low_rank + 4 * model.hidden_size) + max(parts, weights)
-    return tables + max(attention, 4 * tokens * model.head_dim, narrowed, projection)
+    return 4 * tables + max(attention, 4 * tokens * model.head_dim, narrowed, projection)
 
 
 def sparse_mla_bytes(width: int, heads: int, head_dim: int) -> int:

@@ -103,10 +103,10 @@ def dsv4_init_layer_buffers(layer: LayerSpec, weights: LayerWeights) -> Any:
 
 @hookimpl
 def dsv4_init_step_buffers(request: Request, kind: LayerKind, device: torch.device) -> Any:
-    """A holder of the step's index tables."""
+    """A holder of the step's index tables, and of the division of its attention."""
     from dsv4core.backends.triton_layer import TritonStep
 
-    return TritonStep(kind, request, device)
+    return TritonStep(kind, request, dsv4_resolve_kv_cache(request).window.name == "bf16", device)
 
 
 @hookimpl

@@ -14,27 +14,45 @@ from dsv4core.api.step import Step
 from dsv4core.backends.projection import OutputProjection
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.sparse_mla import Rows
+from dsv4core.ops.sparse_mla.schedule_triton import Schedule, schedule
+from dsv4core.ops.sparse_mla.triton import scheduled_sparse_mla
 
 
 class TritonStep:
-    """Index tables that all layers of one kind share within a step.
+    """What all layers of one kind share within a step: index tables, and how attention is divided.
 
     Each plan makes them anew: a graph that replays attention has to replay the plan as well.
     """
 
-    def __init__(self, kind: LayerKind, request: Request, device: torch.device) -> None:
-        self.kind, self._window, self._graph = kind, request.model.sliding_window, request.graph
+    def __init__(self, kind: LayerKind, request: Request, plain: bool, device: torch.device) -> None:
+        """Keep what does not change.
+
+        Args:
+            kind: The layers' kind.
+            request: What was selected for.
+            plain: Whether the pools' rows are bf16.
+            device: Where.
+        """
+        self.kind, self._request, self._plain, self._device = kind, request, plain, device
         self._requests = torch.arange(request.limits.max_requests, dtype=torch.int32, device=device)
         self.window: torch.Tensor
-        self.entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.visible: torch.Tensor | None = None
+        self.entries: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.division: Schedule
 
     def plan(self, step: Step) -> None:
         """Make the window's table; where the kind attends all entries, a table of each request's."""
         table = step.window
         self.window = kernels.window_slots(
-            step.positions, step.token_to_request, table.block_table, table.page_size, self._window
+            *(step.positions, step.token_to_request, table.block_table, table.page_size),
+            self._request.model.sliding_window,
         )
-        if self.kind.select == "all":
+        tables: list[tuple[int, torch.Tensor | None]] = [(self.window.shape[1], None)]
+        if self.kind.ratio is not None:
+            self.visible = (step.positions + 1) // self.kind.ratio
+        if self.kind.select == "top_k":
+            tables.append((self._request.model.index_topk, self.visible))
+        elif self.kind.select == "all":
             assert self.kind.ratio is not None
             table, requests = step.compressed[self.kind.name], self._requests[: step.num_requests]
             slots = kernels.visible_slots(
@@ -44,13 +62,15 @@ class TritonStep:
                 table.page_size,
                 self._entries(step),
             )
-            visible = (step.positions + 1) // self.kind.ratio
-            self.entries = slots, visible, step.token_to_request
+            self.entries = slots, step.token_to_request
+            tables.append((slots.shape[1], self.visible))
+        how = self._plain, getattr(torch, self._request.dtype), self._device
+        self.division = schedule(step.num_tokens, self._request.num_heads, tables, *how)
 
     def _entries(self, step: Step) -> int:
         """Columns for all entries: the step's where its lengths are known, and no graph has to last."""
         longest = step.limits.max_model_len
-        if step.host_lengths is not None and not self._graph:
+        if step.host_lengths is not None and not self._request.graph:
             longest = max(step.host_lengths.total, default=0)
         return self.kind.visible_entries(longest)
 
@@ -124,11 +144,13 @@ class TritonLayer:
         if caches.compressed is not None and selected is not None:
             table = step.compressed[self.layer.kind.name]
             slots = kernels.entry_slots(selected, step.token_to_request, table.block_table, table.page_size)
-            pools.append(Rows(caches.compressed, slots))
+            pools.append(Rows(caches.compressed, slots, kind_state.visible))
         elif caches.compressed is not None and kind_state.entries is not None:
-            pools.append(Rows(caches.compressed, *kind_state.entries))
+            slots, requests = kind_state.entries
+            pools.append(Rows(caches.compressed, slots, kind_state.visible, requests))
         sinks = self.sinks if apply_sink else None
-        return AttentionOutput(*kernels.sparse_mla(q, pools, self.layer.model.softmax_scale, sinks, want_lse))
+        how = sinks, want_lse, kind_state.division
+        return AttentionOutput(*scheduled_sparse_mla(q, pools, self.layer.model.softmax_scale, *how))
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate back and project to `[tokens, hidden_size]`."""

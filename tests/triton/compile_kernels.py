@@ -29,7 +29,7 @@ from dsv4core.model.shapes import PRESETS
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.indexer import triton as indexer
 from dsv4core.ops.linear import triton as linear
-from dsv4core.ops.sparse_mla import Rows
+from dsv4core.ops.sparse_mla import Rows, schedule_triton
 from dsv4core.ops.sparse_mla import triton as attention
 
 POINTERS = {
@@ -121,7 +121,8 @@ def launches(chip: Chip) -> list[Launch]:
         module.stages = lambda device, wanted: wanted if chip.nvidia else 2  # type: ignore[attr-defined]
     for module in (linear, attention):
         module.converts_packed = lambda device: chip.nvidia  # type: ignore[attr-defined]
-    attention._shared_memory = lambda device: chip.shared_memory
+    schedule_triton._shared_memory = lambda device: chip.shared_memory
+    schedule_triton.processors = lambda device: 128
     for call in calls(PRESETS["v4_flash"], chip):
         call()
     kernels.index_topk(
@@ -151,6 +152,10 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
         if name == "fp8_ds_mla":
             yield partial(attend, q.float(), rows, sinks=sinks)
             yield partial(attend, q, [rows[0], Rows(window, slots, positions, requests)], sinks=sinks)
+            long = torch.zeros(TOKENS, 8192, dtype=torch.int32)
+            yield partial(attend, q, [rows[0], Rows(window, long, positions, requests)], sinks=sinks)
+            other = Rows(pool(formats["bf16"].window, chip), slots)
+            yield partial(attend, q, [rows[0], other], sinks=sinks)
     layout = formats["fp8_ds_mla"]
     for kind, width, entries in (
         (C4A, 512, layout.compressed),

@@ -12,7 +12,7 @@ from dsv4core.api import ConfigError
 from dsv4core.fp8_triton import multiplies_fp8
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout, with_fp8_flavour
 from dsv4core.model.shapes import PRESETS
-from dsv4core.ops.sparse_mla import Rows
+from dsv4core.ops.sparse_mla import Rows, schedule_triton
 from dsv4core.ops.sparse_mla import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,13 +55,18 @@ def assert_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("splits", [1, 3])
-def test_two_pools(name: str, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("processors", [1, 7])
+def test_two_pools(
+    name: str, processors: int, short: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables of two widths, one with lengths, more heads than a program has; a query of nothing."""
     if name == "fp32" and dtype != torch.float32:
         pytest.skip("fp32 rows are attended by fp32 queries: others round their keys")
-    monkeypatch.setattr(kernels, "_splits", lambda *sizes: splits)
-    monkeypatch.setattr(kernels, "MIDDLE", kernels.NARROW)
+    monkeypatch.setattr(schedule_triton, "processors", lambda device: processors)
+    monkeypatch.setattr(schedule_triton, "SHORT", 24 if short else 0)
+    for blocks in ("WIDE", "MIDDLE"):
+        monkeypatch.setattr(schedule_triton, blocks, schedule_triton.NARROW)
     q = torch.randn(3, 21, 512, device=DEVICE).to(dtype)
     lengths = torch.tensor([70, 1, 0], device=DEVICE)
     shared = torch.tensor([1, 0, 0], dtype=torch.int32, device=DEVICE)

@@ -1,58 +1,29 @@
 """Sparse attention in place: rows are read from the paged pools as they are attended, for decode and prefill.
 
 A program attends for some heads of one token, over a part of its tiles of rows. Parts are merged by a second
-kernel. Lengths are read on the device, so that a captured graph divides each row evenly.
+kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 from dsv4core.api.errors import ConfigError
-from dsv4core.fp8_triton import bf16_of_codes, converts_packed, fp8_values, multiplies_fp8
+from dsv4core.fp8_triton import converts_packed, multiplies_fp8
 from dsv4core.kvcache.codecs_triton import cache_arguments
+from dsv4core.kvcache.tiles_triton import decoded, fetched, tile_slots
 from dsv4core.ops.sparse_mla.reference import Pool, Rows
+from dsv4core.ops.sparse_mla.schedule_triton import Schedule, schedule
 
-MOST_SPLITS = 16
 MERGED = 8
-"""Rows that a program merges: 16 KB are on their way at once."""
+"""Rows of 2 KB that a program merges at once, if a token has no more parts."""
 SHIFT = 60
 """Packed rows are decoded times 2^-60 where two codes are converted at once: bf16 holds any of them."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How a launch is divided.
-
-    Attributes:
-        heads: Heads of one program: its sums are `heads` x 512 in registers.
-        keys: Rows that are attended at a time.
-        warps: Warps of a program.
-        stages: Tiles of rows that are on their way.
-    """
-
-    heads: int
-    keys: int
-    warps: int
-    stages: int
-
-
-WIDE = Blocks(heads=64, keys=64, warps=8, stages=2)
-"""Takes 192 KB of shared memory."""
-MIDDLE = Blocks(heads=64, keys=32, warps=8, stages=2)
-"""Takes 130 KB, or 64 on AMD's chips, which keep queries in registers."""
-NARROW = Blocks(heads=16, keys=32, warps=4, stages=2)
-"""Takes 82 KB."""
-TALL = Blocks(heads=16, keys=64, warps=4, stages=2)
-"""Takes 144 KB, for bf16 rows, which need no conversion: programs of few heads are more of them."""
 NOTHING = (None, None, None, 0, 0, 0, None, 0, None)
 """Arguments of a pool that is not there."""
 
@@ -72,68 +43,99 @@ def sparse_mla(
     Raises:
         ConfigError: There are more than two pools.
     """
+    return scheduled_sparse_mla(q, pools, softmax_scale, sinks, want_lse, attention_schedule(q, pools))
+
+
+def scheduled_sparse_mla(
+    q: torch.Tensor,
+    pools: Sequence[Rows | Pool],
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+    want_lse: bool,
+    division: Schedule,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`sparse_mla`, by a schedule that other calls of the step have, too.
+
+    Raises:
+        ConfigError: There are more than two pools, or the schedule is of other tables.
+    """
     tokens, heads, width = q.shape
     dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
     out = torch.empty(tokens, heads, width, dtype=dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if want_lse else None
-    if tokens == 0:
-        return out, lse
-    rows = [Rows(*own) for own in pools]
-    if not 1 <= len(rows) <= 2:
-        raise ConfigError(f"{len(rows)} pools were given, and this kernel attends one or two.")
-    blocks = _blocks(tokens, heads, rows[0].cache.format.name == "bf16", q.device, dtype)
-    tiles = sum(triton.cdiv(own.slots.shape[1], blocks.keys) for own in rows)
-    head_blocks = triton.cdiv(heads, blocks.heads)
-    room = _processors(q.device) * (1 if blocks.heads > NARROW.heads else 2)
-    splits = _splits(tiles, room // (tokens * head_blocks))
-    # One launch attends pools of one format. Others have a launch and parts of their own.
-    alike = len({(own.cache.format.name, own.cache.format.fp8) for own in rows}) == 1
-    launches = [rows] if alike else [[own] for own in rows]
-    parts, part_lse, count = out[None], None if lse is None else lse[None], splits * len(launches)
-    if count > 1:
-        parts = torch.empty(count, tokens, heads, width, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(count, tokens, heads, dtype=torch.float32, device=q.device)
-    for number, own in enumerate(launches):
-        first = number * splits
-        _attend[(tokens, head_blocks, splits)](
-            q,
-            parts[first:],
-            None if part_lse is None else part_lse[first:],
-            sinks if count == 1 else None,
-            heads,
-            q.stride(0),
-            q.stride(1),
-            softmax_scale,
-            *_arguments(own[0]),
-            *(_arguments(own[1]) if len(own) > 1 else NOTHING),
-            **_format(own[0], q.device, dtype),
-            PAGE_SIZE=own[0].cache.page_size,
-            MORE_PAGE_SIZE=own[-1].cache.page_size,
-            HEADS=blocks.heads,
-            KEYS=blocks.keys,
-            WIDTH=width,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+    rows = _two_at_most(pools)
+    tables = tuple(own.slots.shape[1] for own in rows)
+    if (division.tokens, division.tables) != (tokens, tables):
+        raise ConfigError(
+            f"The schedule is of {division.tokens} tokens and tables of {division.tables} columns, and these "
+            f"are {tokens} and {tables}; make one with attention_schedule."
         )
-    if count > 1:
-        assert part_lse is not None
-        _merge_parts(parts, part_lse, sinks, out, lse)
+    if tokens:
+        _launch(q, rows, softmax_scale, sinks, out, lse, division)
     return out, lse
 
 
-def _merge_parts(
-    parts: torch.Tensor,
-    part_lse: torch.Tensor,
+def attention_schedule(q: torch.Tensor, pools: Sequence[Rows | Pool]) -> Schedule:
+    """The division of attention with tables and lengths like these, whatever the slots and queries are.
+
+    Raises:
+        ConfigError: There are more than two pools.
+    """
+    rows = _two_at_most(pools)
+    tables = [(own.slots.shape[1], own.lengths) for own in rows]
+    plain = all(own.cache.format.name == "bf16" for own in rows)
+    dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
+    return schedule(q.shape[0], q.shape[1], tables, plain, dtype, q.device)
+
+
+def _two_at_most(pools: Sequence[Rows | Pool]) -> list[Rows]:
+    if not 1 <= len(pools) <= 2:
+        raise ConfigError(f"{len(pools)} pools were given, and this kernel attends one or two.")
+    return [Rows(*own) for own in pools]
+
+
+def _launch(
+    q: torch.Tensor,
+    rows: Sequence[Rows],
+    softmax_scale: float,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    division: Schedule,
 ) -> None:
-    count, tokens, heads, width = parts.shape
-    padded = triton.next_power_of_2(count)
-    own = max(1, MERGED // padded)
-    _merge[(tokens, triton.cdiv(heads, own))](
-        *(parts, part_lse, sinks, out, lse, count, heads), PARTS=padded, HEADS=own, WIDTH=width, num_warps=4
+    tokens, heads, width = q.shape
+    blocks, items, splits = division.blocks, division.items, division.splits
+    programs, kept = (tokens, splits * tokens) if items is None else (len(items.tokens), items.most_parts)
+    divided = splits > 1 or items is not None
+    parts = part_lse = None
+    if divided:
+        parts = torch.empty(kept, heads, width, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(kept, heads, dtype=torch.float32, device=q.device)
+    formats = _formats(rows[0], rows[-1], q.device, out.dtype)
+    alike = formats["FORMAT"] == formats["MORE_FORMAT"]
+    places = (None, None, None) if items is None else (items.tokens, items.firsts, items.parts)
+    _attend[(programs, triton.cdiv(heads, blocks.heads), splits)](
+        *(q, out, lse, sinks, parts, part_lse, *places, tokens),
+        *(heads, q.stride(0), q.stride(1), softmax_scale),
+        *_arguments(rows[0]),
+        *(_arguments(rows[1]) if len(rows) > 1 else NOTHING),
+        **formats,
+        HEADS=blocks.heads,
+        KEYS=blocks.keys,
+        WIDTH=width,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages if alike else 1,  # two formats have two loops, whose tiles would add up
     )
+    if divided:
+        count = triton.next_power_of_2(splits) if items is None else 2 * MERGED
+        together = max(1, MERGED // count)
+        _merge[(tokens, triton.cdiv(heads, together))](
+            *(parts, part_lse, *places[1:], splits, sinks, out, lse, heads),
+            PARTS=count,
+            HEADS=together,
+            WIDTH=width,
+            num_warps=4,
+        )
 
 
 def _arguments(rows: Rows) -> tuple[Any, ...]:
@@ -142,46 +144,23 @@ def _arguments(rows: Rows) -> tuple[Any, ...]:
     return (*places, *(cache[name] for name in ("pool", "page_stride", "scale")))
 
 
-def _format(rows: Rows, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _formats(rows: Rows, more: Rows, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """How the kernel decodes rows."""
-    cache, form = cache_arguments(rows.cache), rows.cache.format
-    paired = (form.name, form.fp8, dtype) == ("fp8_ds_mla", "e4m3fn", torch.bfloat16)
+    cache, other = cache_arguments(rows.cache), cache_arguments(more.cache)
+    alike = all(cache[name] == other[name] for name in ("FORMAT", "FNUZ"))
+    form = rows.cache.format
+    paired = alike and (form.name, form.fp8, dtype) == ("fp8_ds_mla", "e4m3fn", torch.bfloat16)
     whole = multiplies_fp8(device, torch.float8_e4m3fn)  # such a chip converts codes, too
-    shift = SHIFT if paired and converts_packed(device) and not whole else 0
-    return {"FORMAT": cache["FORMAT"], "FNUZ": cache["FNUZ"], "SHIFT": shift}
-
-
-def _splits(tiles: int, most: int) -> int:
-    """Parts of a row: as few as are as short as those of `most` parts."""
-    length = triton.cdiv(tiles, max(1, min(most, MOST_SPLITS)))
-    return max(1, triton.cdiv(tiles, max(1, length)))
-
-
-def _blocks(tokens: int, heads: int, plain: bool, device: torch.device, dtype: torch.dtype) -> Blocks:
-    """The division for a call; `plain` rows are bf16."""
-    if dtype == torch.float32:
-        return replace(NARROW, keys=NARROW.keys // 2)
-    shared, narrow = _shared_memory(device), tokens * triton.cdiv(heads, NARROW.heads)
-    if plain and shared >= 224 << 10 and (heads <= NARROW.heads or 4 * narrow <= _processors(device)):
-        return TALL
-    if heads <= NARROW.heads or shared < 132 << 10:
-        return NARROW
-    return WIDE if shared >= 224 << 10 else MIDDLE
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have; on AMD's chips as many as `MIDDLE` would take on NVIDIA's."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 132 << 10
-    index = torch.cuda.current_device() if device.index is None else device.index
-    known: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return known
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return {
+        "FORMAT": cache["FORMAT"],
+        "MORE_FORMAT": other["FORMAT"],
+        "FNUZ": cache["FNUZ"],
+        "MORE_FNUZ": other["FNUZ"],
+        "SHIFT": SHIFT if paired and converts_packed(device) and not whole else 0,
+        "APART": alike and form.name == "fp8_ds_mla",
+        "PAGE_SIZE": rows.cache.page_size,
+        "MORE_PAGE_SIZE": more.cache.page_size,
+    }
 
 
 @triton.jit
@@ -190,6 +169,12 @@ def _attend(
     out,
     lse,
     sinks,
+    parts,
+    part_lse,
+    item_tokens,
+    firsts,
+    places,
+    tokens,
     heads,
     q_token,
     q_head,
@@ -213,56 +198,211 @@ def _attend(
     more_page_stride,
     more_scale,
     FORMAT: tl.constexpr,
+    MORE_FORMAT: tl.constexpr,
     FNUZ: tl.constexpr,
+    MORE_FNUZ: tl.constexpr,
     SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MORE_PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    here = (head < heads)[:, None]
-    channel, rotary = tl.arange(0, WIDTH)[None, :], tl.arange(0, 64)[None, :]
+    token, part, count = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
+    kept = token * count + part
+    if item_tokens is not None:
+        token = tl.load(item_tokens + tl.program_id(0)).to(tl.int64)
+        head = tl.where(token < tokens, head, heads)  # an item of nothing loads and stores nothing
+        token = tl.minimum(token, tokens - 1)
+        part = tl.program_id(0) - tl.load(firsts + token)
+        count = tl.load(firsts + token + 1) - tl.load(firsts + token)
+        kept = tl.load(places + token).to(tl.int64) + part
+        part = tl.minimum(part, count)  # and has the part behind the last one
+    here, channel, rotary = (head < heads)[:, None], tl.arange(0, WIDTH)[None, :], tl.arange(0, 64)[None, :]
     # The 64 rotary channels of packed rows have a product of their own, and none in the other one.
-    PLAIN: tl.constexpr = WIDTH - 64 if FORMAT == 0 else WIDTH
-    place = q + token * q_token + head[:, None] * q_head
-    query = _query(place + channel, here & (channel < PLAIN))
-    query_turned = _query(place + PLAIN + rotary, here) if FORMAT == 0 else query
-
-    # Both pools' tiles are one list, so that rows of the next tile are on their way whatever its pool is.
-    row, length = _row(slots, lengths, table_rows, token, height, columns, slot_stride)
-    tiles = tl.cdiv(length, KEYS)
-    if more_slots is None:
-        more_row, more_length, second = row, length, pool
-        all_tiles = tiles
-    else:
-        more_row, more_length = _row(
-            more_slots, more_lengths, more_table_rows, token, more_height, more_columns, more_slot_stride
-        )
-        second = more_pool
-        all_tiles = tiles + tl.cdiv(more_length, KEYS)
-    first, last = all_tiles * split // tl.num_programs(2), all_tiles * (split + 1) // tl.num_programs(2)
-
+    PLAIN: tl.constexpr = WIDTH - 64 if APART else WIDTH
+    query_place = q + token * q_token + head[:, None] * q_head
+    query = _query(query_place + channel, here & (channel < PLAIN))
+    query_turned = _query(query_place + PLAIN + rotary, here) if APART else query
     factor = softmax_scale * (1.4426950408889634 * 2.0**SHIFT)  # scores to the base of 2
     highest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     summed = tl.zeros((HEADS, WIDTH), tl.float32)
-    summed_turned = tl.zeros((HEADS, 64), tl.float32)
-    slot = _slots(first, tiles, row, length, more_row, more_length, KEYS)
+    turned = tl.zeros((HEADS, 64), tl.float32)
+
+    # Tiles of both pools are one list, so that the next one is on its way whatever its pool is.
+    row, length = _row(slots, lengths, table_rows, token, height, columns, slot_stride)
+    tiles = tl.cdiv(length, KEYS)
+    all_tiles = tiles
+    if more_slots is not None:
+        more_row, more_length = _row(
+            more_slots, more_lengths, more_table_rows, token, more_height, more_columns, more_slot_stride
+        )
+        all_tiles += tl.cdiv(more_length, KEYS)
+    first, last = all_tiles * part // count, tl.minimum(all_tiles * (part + 1) // count, all_tiles)
+    if more_slots is None:
+        highest, total, summed, turned = _attend_tiles(
+            *(query, query_turned, factor, highest, total, summed, turned, first, last, tiles),
+            *(row, length, pool, page_stride, scale, row, length, pool, page_stride, scale),
+            *(FORMAT, FNUZ, SHIFT, APART, PAGE_SIZE, PAGE_SIZE, KEYS, WIDTH),
+        )
+    elif FORMAT == MORE_FORMAT and FNUZ == MORE_FNUZ:
+        highest, total, summed, turned = _attend_tiles(
+            *(query, query_turned, factor, highest, total, summed, turned, first, last, tiles),
+            *(row, length, pool, page_stride, scale),
+            *(more_row, more_length, more_pool, more_page_stride, more_scale),
+            *(FORMAT, FNUZ, SHIFT, APART, PAGE_SIZE, MORE_PAGE_SIZE, KEYS, WIDTH),
+        )
+    else:
+        highest, total, summed, turned = _attend_tiles(
+            *(query, query_turned, factor, highest, total, summed, turned),
+            *(first, tl.minimum(last, tiles), tiles),
+            *(row, length, pool, page_stride, scale, row, length, pool, page_stride, scale),
+            *(FORMAT, FNUZ, SHIFT, APART, PAGE_SIZE, PAGE_SIZE, KEYS, WIDTH),
+        )
+        highest, total, summed, turned = _attend_tiles(
+            *(query, query_turned, factor, highest, total, summed, turned),
+            *(tl.maximum(first - tiles, 0), last - tiles, last - tiles),
+            *(more_row, more_length, more_pool, more_page_stride, more_scale),
+            *(more_row, more_length, more_pool, more_page_stride, more_scale),
+            *(MORE_FORMAT, MORE_FNUZ, SHIFT, APART, MORE_PAGE_SIZE, MORE_PAGE_SIZE, KEYS, WIDTH),
+        )
+
+    known = (highest + tl.log2(tl.maximum(total, 1e-37))) * 0.6931471805599453
+    if parts is None:
+        _store_whole(
+            *(out, lse, sinks, token * heads + head, head, heads, known, highest, total, summed, turned),
+            *(SHIFT, APART, WIDTH),
+        )
+    elif item_tokens is None:
+        _store_part(
+            *(parts, part_lse, kept * heads + head, head < heads, known, total, summed, turned),
+            *(SHIFT, APART, WIDTH),
+        )
+    elif count == 1:
+        _store_whole(
+            *(out, lse, sinks, token * heads + head, head, heads, known, highest, total, summed, turned),
+            *(SHIFT, APART, WIDTH),
+        )
+    else:
+        _store_part(
+            *(parts, part_lse, kept * heads + head, head < heads, known, total, summed, turned),
+            *(SHIFT, APART, WIDTH),
+        )
+
+
+@triton.jit
+def _store_whole(
+    out,
+    lse,
+    sinks,
+    row,
+    head,
+    heads,
+    known,
+    highest,
+    total,
+    summed,
+    turned,
+    SHIFT: tl.constexpr,
+    APART: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    if lse is not None:
+        tl.store(lse + row, known, mask=head < heads)
+    divisor, faded = total, tl.full(total.shape, 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=head < heads, other=float("-inf"))
+        divisor, faded = _with_sink(highest, total, sink)
+    share = faded * 2.0**SHIFT / tl.where(divisor > 0, divisor, 1.0)
+    _store_heads(out, row, summed, turned, share, head < heads, APART, WIDTH)
+
+
+@triton.jit
+def _store_part(
+    parts,
+    part_lse,
+    row,
+    here,
+    known,
+    total,
+    summed,
+    turned,
+    SHIFT: tl.constexpr,
+    APART: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Each part is normalised by itself: its log-sum-exp is its weight. The sink is added to their sum."""
+    tl.store(part_lse + row, known, mask=here)
+    share = 2.0**SHIFT / tl.where(total > 0, total, 1.0)
+    _store_heads(parts, row, summed, turned, share, here, APART, WIDTH)
+
+
+@triton.jit
+def _store_heads(to, row, summed, turned, share, here, APART: tl.constexpr, WIDTH: tl.constexpr):
+    channel, rotary = tl.arange(0, WIDTH)[None, :], tl.arange(0, 64)[None, :]
+    plain: tl.constexpr = WIDTH - 64 if APART else WIDTH
+    place, here = to + row[:, None] * WIDTH, here[:, None]
+    tl.store(
+        place + channel, (summed * share[:, None]).to(to.dtype.element_ty), mask=here & (channel < plain)
+    )
+    if APART:
+        tl.store(place + plain + rotary, (turned * share[:, None]).to(to.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _query(place, here):
+    query = tl.load(place, mask=here, other=0.0)
+    return query.to(tl.bfloat16) if query.dtype.primitive_bitwidth == 8 else query
+
+
+@triton.jit
+def _attend_tiles(
+    query,
+    query_turned,
+    factor,
+    highest,
+    total,
+    summed,
+    turned,
+    first,
+    last,
+    tiles,
+    row,
+    length,
+    pool,
+    page_stride,
+    scale,
+    more_row,
+    more_length,
+    more_pool,
+    more_page_stride,
+    more_scale,
+    FORMAT: tl.constexpr,
+    FNUZ: tl.constexpr,
+    SHIFT: tl.constexpr,
+    APART: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MORE_PAGE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Tiles `first` to `last` of two pools of one format; the first pool has `tiles` of them."""
+    slot = tile_slots(first, tiles, row, length, more_row, more_length, KEYS)
     for tile in range(first, last):
-        codes, exponent, turned = _loaded(
-            *(slot, tile < tiles, pool, page_stride, second, more_page_stride),
+        codes, exponent, rotated = fetched(
+            *(slot, tile < tiles, pool, page_stride, more_pool, more_page_stride),
             *(FORMAT, PAGE_SIZE, MORE_PAGE_SIZE, KEYS, WIDTH),
         )
-        rows, rotated_rows = _decoded(
-            *(codes, exponent, turned, tile < tiles, scale, more_scale),
-            *(FORMAT, FNUZ, SHIFT, KEYS, WIDTH, query.dtype),
+        rows, rotated = decoded(
+            *(codes, exponent, rotated, tile < tiles, scale, more_scale),
+            *(FORMAT, FNUZ, SHIFT, APART, KEYS, WIDTH, query.dtype),
         )
         score = tl.dot(query, tl.trans(rows), input_precision="ieee")
-        if FORMAT == 0:
-            score = tl.dot(query_turned, tl.trans(rotated_rows), score, input_precision="ieee")
+        if APART:
+            score = tl.dot(query_turned, tl.trans(rotated), score, input_precision="ieee")
         score = tl.where((slot >= 0)[None, :], score * factor, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -271,32 +411,11 @@ def _attend(
         total = total * faded + tl.sum(weight, axis=1)
         weight = weight.to(rows.dtype)
         summed = tl.dot(weight, rows, summed * faded[:, None], input_precision="ieee")
-        if FORMAT == 0:
-            summed_turned = tl.dot(
-                weight, rotated_rows, summed_turned * faded[:, None], input_precision="ieee"
-            )
+        if APART:
+            turned = tl.dot(weight, rotated, turned * faded[:, None], input_precision="ieee")
         highest = higher
-        slot = _slots(tile + 1, tiles, row, length, more_row, more_length, KEYS)
-
-    target = (split * tl.num_programs(0) + token) * heads + head
-    if lse is not None:
-        known = (highest + tl.log2(tl.maximum(total, 1e-37))) * 0.6931471805599453
-        tl.store(lse + target, known, mask=head < heads)
-    divisor, faded = total, tl.full((HEADS,), 1.0, tl.float32)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=head < heads, other=float("-inf"))
-        divisor, faded = _with_sink(highest, total, sink)
-    share = (faded * 2.0**SHIFT / tl.where(divisor > 0, divisor, 1.0))[:, None]
-    place = out + target[:, None] * WIDTH
-    tl.store(place + channel, (summed * share).to(out.dtype.element_ty), mask=here & (channel < PLAIN))
-    if FORMAT == 0:
-        tl.store(place + PLAIN + rotary, (summed_turned * share).to(out.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _query(place, here):
-    query = tl.load(place, mask=here, other=0.0)
-    return query.to(tl.bfloat16) if query.dtype.primitive_bitwidth == 8 else query
+        slot = tile_slots(tile + 1, tiles, row, length, more_row, more_length, KEYS)
+    return highest, total, summed, turned
 
 
 @triton.jit
@@ -308,120 +427,6 @@ def _row(slots, lengths, table_rows, token, height, columns, stride):
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + token), 0).to(tl.int32), columns)
     return slots + row * stride, length
-
-
-@triton.jit
-def _slots(tile, tiles, row, length, more_row, more_length, KEYS: tl.constexpr):
-    """A tile's slots, -1 where it has none."""
-    mine = tile < tiles
-    column = tl.where(mine, tile, tile - tiles) * KEYS + tl.arange(0, KEYS)
-    return tl.load(
-        tl.where(mine, row, more_row) + column, mask=column < tl.where(mine, length, more_length), other=-1
-    )
-
-
-@triton.jit
-def _loaded(
-    slot,
-    mine,
-    pool,
-    page_stride,
-    more_pool,
-    more_page_stride,
-    FORMAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    MORE_PAGE_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """A tile's rows as they are stored: codes or values, scales, rotary values; zeros for those without."""
-    known, rows = tl.maximum(slot, 0), PAGE_SIZE
-    number, offset = known // PAGE_SIZE, known % PAGE_SIZE
-    if MORE_PAGE_SIZE != PAGE_SIZE:
-        rows = tl.where(mine, PAGE_SIZE, MORE_PAGE_SIZE)
-        number = tl.where(mine, number, known // MORE_PAGE_SIZE)
-        offset = tl.where(mine, offset, known % MORE_PAGE_SIZE)
-    stride = tl.where(mine, page_stride, more_page_stride).to(tl.int64)
-    page = tl.where(mine, pool, more_pool) + number.to(tl.int64) * stride
-    column, here = tl.arange(0, WIDTH)[None, :], (slot >= 0)[:, None]
-    exponent, turned = 0, 0
-    if FORMAT == 0:
-        tile, rotary = tl.arange(0, WIDTH // 64)[None, :], tl.arange(0, 64)[None, :]
-        base = tl.multiple_of(page + offset * (WIDTH + 64), [16])[:, None]
-        scales = page + (rows * (WIDTH + 64) + offset * 8)
-        values = tl.load(base + column, mask=here & (column < WIDTH - 64), other=0)
-        exponent = tl.load(scales[:, None] + tile, mask=here & (tile < WIDTH // 64 - 1), other=0)
-        turned = tl.load(
-            (base + (WIDTH - 64)).to(tl.pointer_type(tl.bfloat16)) + rotary, mask=here, other=0.0
-        )
-    elif FORMAT == 1:
-        halves = (page + offset * (2 * WIDTH)).to(tl.pointer_type(tl.bfloat16))
-        values = tl.load(tl.multiple_of(halves, [16])[:, None] + column, mask=here, other=0.0)
-    elif FORMAT == 3:
-        floats = (page + offset * (4 * WIDTH)).to(tl.pointer_type(tl.float32))
-        values = tl.load(tl.multiple_of(floats, [16])[:, None] + column, mask=here, other=0.0)
-    else:
-        values = tl.load(tl.multiple_of(page + offset * WIDTH, [16])[:, None] + column, mask=here, other=0)
-    return values, exponent, turned
-
-
-@triton.jit
-def _decoded(
-    values,
-    exponent,
-    turned,
-    mine,
-    scale,
-    more_scale,
-    FORMAT: tl.constexpr,
-    FNUZ: tl.constexpr,
-    SHIFT: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Rows `[KEYS, WIDTH]` times 2^-SHIFT; of packed ones the rotary channels `[KEYS, 64]` by themselves."""
-    if FORMAT == 0:
-        if SHIFT:
-            bits = (exponent.to(tl.uint16) + (120 - SHIFT)) << 7
-            factor = (
-                tl.where(exponent > 134 + SHIFT, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-            )
-            tiles = tl.reshape(bf16_of_codes(values), (KEYS, WIDTH // 64, 64)) * factor[:, :, None]
-            # Not a float: Triton 3.6 makes 0 of a bf16 constant of 2^-60.
-            tiny = tl.full((1, 64), (127 - SHIFT) << 7, tl.uint16).to(tl.bfloat16, bitcast=True)
-            turned = turned * tiny
-        else:
-            factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-            factor = tl.where(exponent == 255, float("nan"), tl.where(exponent == 0, 2.0**-127, factor))
-            plain = _values(values, FNUZ, DTYPE)
-            tiles = tl.reshape(plain, (KEYS, WIDTH // 64, 64)) * factor.to(plain.dtype)[:, :, None]
-        rows, turned = tl.reshape(tiles, (KEYS, WIDTH)).to(DTYPE), turned.to(DTYPE)
-    elif FORMAT == 2:
-        rows = _values(values, FNUZ, DTYPE)
-        if (scale is not None) or (more_scale is not None):
-            own = 1.0 if scale is None else tl.load(scale)
-            rows = rows.to(tl.float32) * tl.where(
-                mine, own, 1.0 if more_scale is None else tl.load(more_scale)
-            )
-        rows = rows.to(DTYPE)
-        turned = rows
-    else:
-        rows = values.to(DTYPE)
-        turned = rows
-    return rows, turned
-
-
-@triton.jit
-def _values(codes, FNUZ: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes as values: bf16 where the chip makes them and they are wanted so, else fp32."""
-    if not cuda_capability_geq(8, 9) or FNUZ:
-        values = fp8_values(codes, FNUZ).to(tl.float32)
-    elif tl.bfloat16 == DTYPE:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    else:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return values
 
 
 @triton.jit
@@ -437,36 +442,47 @@ def _with_sink(highest, total, sink):
 def _merge(
     parts,
     part_lse,
+    firsts,
+    places,
+    splits,
     sinks,
     out,
     lse,
-    count,
     heads,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Each part is normalised by itself: its log-sum-exp is its weight. All parts are fetched at once."""
     token = tl.program_id(0).to(tl.int64)
-    head, part = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, PARTS)
-    here, channel = head < heads, tl.arange(0, WIDTH)
-    target = token * heads + head
-    row = part[:, None] * (tl.num_programs(0).to(tl.int64) * heads) + target[None, :]
-    known = (part < count)[:, None] & here[None, :]
-    own = tl.load(part_lse + row, mask=known, other=float("-inf"))
-    values = tl.load(
-        parts + row[:, :, None] * WIDTH + channel[None, None, :], mask=known[:, :, None], other=0.0
-    )
-    highest = tl.max(own, axis=0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp(own - base[None, :])
-    total, summed = tl.sum(weight, axis=0), tl.sum(weight[:, :, None] * values, axis=0)
-    if lse is not None:
-        tl.store(lse + target, highest + tl.log(tl.maximum(total, 1e-37)), mask=here)
-    divisor, faded = total, tl.full((HEADS,), 1.0, tl.float32)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=here, other=float("-inf"))
-        divisor, faded = _with_sink(base * 1.4426950408889634, total, sink)
-    result = summed * (faded / tl.where(divisor > 0, divisor, 1.0))[:, None]
-    place = out + target[:, None] * WIDTH + channel[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=here[:, None])
+    count, kept = splits, token * splits
+    if firsts is not None:
+        count = tl.load(firsts + token + 1) - tl.load(firsts + token)
+        kept = tl.load(places + token).to(tl.int64)
+    if count > 1:
+        head, channel = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDTH)
+        here, target = head < heads, token * heads + head
+        highest = tl.full((HEADS,), float("-inf"), tl.float32)
+        total, summed = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, WIDTH), tl.float32)
+        for first in range(0, count, PARTS):
+            part = first + tl.arange(0, PARTS)
+            row = (kept + part)[:, None] * heads + head[None, :]
+            known = (part < count)[:, None] & here[None, :]
+            own = tl.load(part_lse + row, mask=known, other=float("-inf"))
+            values = tl.load(
+                parts + row[:, :, None] * WIDTH + channel[None, None, :], mask=known[:, :, None], other=0.0
+            )
+            higher = tl.maximum(highest, tl.max(own, axis=0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight, faded = tl.exp(own - base[None, :]), tl.exp(highest - base)
+            total = total * faded + tl.sum(weight, axis=0)
+            summed = summed * faded[:, None] + tl.sum(weight[:, :, None] * values, axis=0)
+            highest = higher
+        if lse is not None:
+            tl.store(lse + target, highest + tl.log(tl.maximum(total, 1e-37)), mask=here)
+        divisor, faded = total, tl.full((HEADS,), 1.0, tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=here, other=float("-inf"))
+            divisor, faded = _with_sink(highest * 1.4426950408889634, total, sink)
+        result = summed * (faded / tl.where(divisor > 0, divisor, 1.0))[:, None]
+        place = out + target[:, None] * WIDTH + channel[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=here[:, None])

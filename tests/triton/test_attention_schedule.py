@@ -1,0 +1,80 @@
+"""How attention is divided: a long row has many parts, and none of them is much longer than others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4core.api import ConfigError
+from dsv4core.kvcache import allocate_cache, cache_layout
+from dsv4core.model.shapes import PRESETS
+from dsv4core.ops.sparse_mla import Rows, schedule_triton
+from dsv4core.ops.sparse_mla import triton as kernels
+from dsv4core.ops.sparse_mla.schedule_triton import Items, Table, schedule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KEYS = schedule_triton.NARROW.keys
+
+
+def divided(
+    tables: list[Table], tokens: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Items, list[int]]:
+    """The items for 16 heads, of which a processor has two programs; parts of each token."""
+    monkeypatch.setattr(schedule_triton, "processors", lambda device: room // 2)
+    items = schedule(tokens, 16, tables, False, torch.float16, DEVICE).items
+    assert items is not None
+    counts = items.firsts.diff().tolist()
+    named = [token for token, count in enumerate(counts) for _ in range(count)]
+    assert items.tokens.tolist() == named + [tokens] * (tokens + room - len(named))
+    kept = 0
+    for token, count in enumerate(counts):
+        assert count == 1 or items.parts[token] == kept
+        kept += count if count > 1 else 0
+    assert kept <= items.most_parts
+    return items, counts
+
+
+@pytest.mark.parametrize("room", [2, 6, 132])
+@pytest.mark.parametrize("tokens", [1, 5, 70, 150])
+def test_parts_are_about_alike(tokens: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long tables of unequal lengths, some of them nonsense."""
+    if tokens > schedule_triton.WAVES * room:
+        pytest.skip("so many rows stay whole")
+    lengths = torch.randint(-3, 3000, (tokens,), device=DEVICE)
+    lengths[0] = 0
+    _, counts = divided([(128, None), (2000, lengths)], tokens, room, monkeypatch)
+    tiles = [4 + -(-min(max(length, 0), 2000) // KEYS) for length in lengths.tolist()]
+    longest = max(-(-own // count) for own, count in zip(tiles, counts, strict=True))
+    share = -(-sum(tiles) // room)
+    assert longest <= max(3 * share, 1) or max(counts) == 1
+    assert tokens > room or sum(counts) <= room
+
+
+def test_one_long_row_has_all_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = torch.tensor([32, 32 * 200, 0], device=DEVICE)
+    _, counts = divided([(32 * 300, lengths)], 3, 100, monkeypatch)
+    assert counts[0] == counts[2] == 1
+    assert 60 <= counts[1] <= 98
+
+
+def test_rows_stay_whole_where_none_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that may be long, and is not."""
+    lengths = torch.full((6,), 100, device=DEVICE)
+    assert divided([(4000, lengths)], 6, 8, monkeypatch)[1] == [1] * 6
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(1, 10), (13, 10), (14, 5), (66, 2), (67, 1), (4000, 1)])
+def test_short_rows_are_divided_alike(tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_triton, "processors", lambda device: 66)
+    made = schedule(tokens, 16, [(128, None), (192, None)], False, torch.float16, DEVICE)
+    assert made.items is None
+    assert made.splits == splits
+
+
+def test_a_division_of_other_tables_is_refused() -> None:
+    cache = allocate_cache(cache_layout(PRESETS["v4_flash"], "bf16", "fp8").window, 2, 64, DEVICE)
+    rows = [Rows(cache, torch.zeros(2, 40, dtype=torch.int32, device=DEVICE))]
+    q = torch.zeros(2, 16, 512, dtype=torch.float16, device=DEVICE)
+    division = kernels.attention_schedule(q, rows)
+    with pytest.raises(ConfigError, match=r"of 2 tokens and tables of \(40,\).* are 1 and \(40,\); make one"):
+        kernels.scheduled_sparse_mla(q[:1], [Rows(cache, rows[0].slots[:1])], 1.0, None, False, division)
