@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4core.api import (
@@ -12,6 +12,7 @@ from dsv4core.api import (
     AttentionOutput,
     BackendInfo,
     BackendOptions,
+    ConfigError,
     KVCacheLayout,
     LayerCaches,
     LayerKind,
@@ -36,9 +37,26 @@ INDEX_FORMATS = ("fp8", "bf16", "fp32")
 
 @dataclass
 class TritonOptions(BackendOptions):
-    """There is nothing to choose."""
+    """Options of the Triton backend.
+
+    Attributes:
+        prefill: Whether queries of a prefill read rows in place, or those of a workspace in which all rows
+            that they may see are decoded once. That takes a gigabyte at a million tokens.
+
+    Raises:
+        ConfigError: `prefill` is neither.
+    """
 
     name: str = "triton"
+    prefill: str = field(
+        default="in_place",
+        metadata={"help": "where prefills read cached rows", "choices": ("in_place", "gather")},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what would be taken for the default."""
+        if self.prefill not in ("in_place", "gather"):
+            raise ConfigError(f"backend.prefill={self.prefill} is not known; write in_place or gather.")
 
 
 @hookimpl
@@ -60,15 +78,18 @@ def dsv4_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
+def dsv4_unsupported_reasons(request: Request, options: TritonOptions) -> Sequence[Reason]:
     """Contexts over ranks, and what the core's kernels cannot do."""
-    return list(_reasons(request))
+    return list(_reasons(request, options))
 
 
-def _reasons(request: Request) -> Iterator[Reason]:
+def _reasons(request: Request, options: TritonOptions) -> Iterator[Reason]:
     if request.context_parallel > 1:
         text = f"context_parallel={request.context_parallel}, and its kernels read the whole context."
         yield Reason("parallel", text, "Set context_parallel=1.")
+    if options.prefill == "gather" and not request.host_lengths:
+        text = "backend.prefill=gather plans workspaces by the lengths of a step, and the host has none."
+        yield Reason("option", text, "Give Step.host_lengths, or set backend.prefill=in_place.")
     yield from kernel_reasons(request)
 
 
@@ -81,16 +102,26 @@ def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
 
 
 @hookimpl
-def dsv4_plan_layer(request: Request, layer: LayerSpec) -> LayerPlan:
+def dsv4_plan_layer(request: Request, layer: LayerSpec, options: TritonOptions) -> LayerPlan:
     """Any number of heads without padding, and all operations its own."""
     return LayerPlan(
         padded_q_heads=layer.num_heads,
         q_dtype=request.dtype,
-        workspace_bytes=kernel_bytes(layer, request.limits),
-        variant="triton",
+        workspace_bytes=kernel_bytes(layer, request.limits) + _gathered_bytes(layer, request, options),
+        variant=f"triton, prefill {options.prefill}",
         own_ops=OWN_OPS,
         core_ops="triton",
     )
+
+
+def _gathered_bytes(layer: LayerSpec, request: Request, options: TritonOptions) -> int:
+    """Workspaces of prefills, which have a row more than the area for a page's end."""
+    if options.prefill != "gather":
+        return 0
+    from dsv4core.step import gather_area
+
+    area = gather_area(layer.kind, request.limits, layer.model.sliding_window) + 2 * 64
+    return area * layer.model.head_dim * (4 if request.dtype == "float32" else 2)
 
 
 @hookimpl
@@ -102,11 +133,14 @@ def dsv4_init_layer_buffers(layer: LayerSpec, weights: LayerWeights) -> Any:
 
 
 @hookimpl
-def dsv4_init_step_buffers(request: Request, kind: LayerKind, device: torch.device) -> Any:
+def dsv4_init_step_buffers(
+    request: Request, kind: LayerKind, device: torch.device, options: TritonOptions
+) -> Any:
     """A holder of the step's index tables, and of the division of its attention."""
     from dsv4core.backends.triton_layer import TritonStep
 
-    return TritonStep(kind, request, dsv4_resolve_kv_cache(request).window.name == "bf16", device)
+    plain = dsv4_resolve_kv_cache(request).window.name == "bf16"
+    return TritonStep(kind, request, plain, options.prefill == "gather", device)
 
 
 @hookimpl

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,10 +14,11 @@ from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
 from dsv4core.backends.projection import OutputProjection
+from dsv4core.backends.triton_gather import Chunk, gather_chunks, gathered_rows
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.sparse_mla import Rows
 from dsv4core.ops.sparse_mla.schedule_triton import Schedule, schedule
-from dsv4core.ops.sparse_mla.triton import scheduled_sparse_mla
+from dsv4core.ops.sparse_mla.triton import attend, attention_schedule, scheduled_sparse_mla
 
 
 class TritonStep:
@@ -24,21 +27,26 @@ class TritonStep:
     Each plan makes them anew: a graph that replays attention has to replay the plan as well.
     """
 
-    def __init__(self, kind: LayerKind, request: Request, plain: bool, device: torch.device) -> None:
+    def __init__(
+        self, kind: LayerKind, request: Request, plain: bool, gathers: bool, device: torch.device
+    ) -> None:
         """Keep what does not change.
 
         Args:
             kind: The layers' kind.
             request: What was selected for.
             plain: Whether the pools' rows are bf16.
+            gathers: Whether rows of prefills are gathered.
             device: Where.
         """
         self.kind, self._request, self._plain, self._device = kind, request, plain, device
+        self._gathers = gathers
         self._requests = torch.arange(request.limits.max_requests, dtype=torch.int32, device=device)
         self.window: torch.Tensor
         self.visible: torch.Tensor | None = None
         self.entries: tuple[torch.Tensor, torch.Tensor] | None = None
         self.division: Schedule
+        self.chunks: Sequence[Chunk] = ()
 
     def plan(self, step: Step) -> None:
         """Make the window's table; where the kind attends all entries, a table of each request's."""
@@ -65,6 +73,8 @@ class TritonStep:
             self.entries = slots, step.token_to_request
             tables.append((slots.shape[1], self.visible))
         how = self._plain, getattr(torch, self._request.dtype), self._device
+        if self._gathers and step.host_lengths is not None:
+            self.chunks = list(gather_chunks(step, self.kind, self._request.model.sliding_window))
         self.division = schedule(step.num_tokens, self._request.num_heads, tables, *how)
 
     def _entries(self, step: Step) -> int:
@@ -149,8 +159,32 @@ class TritonLayer:
             slots, requests = kind_state.entries
             pools.append(Rows(caches.compressed, slots, kind_state.visible, requests))
         sinks = self.sinks if apply_sink else None
-        how = sinks, want_lse, kind_state.division
-        return AttentionOutput(*scheduled_sparse_mla(q, pools, self.layer.model.softmax_scale, *how))
+        scale = self.layer.model.softmax_scale
+        if not kind_state.chunks:
+            return AttentionOutput(
+                *scheduled_sparse_mla(q, pools, scale, sinks, want_lse, kind_state.division)
+            )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out[kind_state.chunks[-1].tokens.stop :] = 0  # rows of padding
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if want_lse else None
+        parts = [(slice(step.num_decode_tokens), [_front(own, step.num_decode_tokens) for own in pools])]
+        for tokens, rows in itertools.chain(parts, self._gathered(q, caches, selected, kind_state)):
+            if len(q[tokens]):
+                division = attention_schedule(q[tokens], rows)
+                own = None if lse is None else lse[tokens]
+                attend(q[tokens], rows, scale, sinks, out[tokens], own, division)
+        return AttentionOutput(out, lse)
+
+    def _gathered(
+        self, q: torch.Tensor, caches: LayerCaches, selected: torch.Tensor | None, kind_state: TritonStep
+    ) -> Iterator[tuple[slice, Sequence[Rows]]]:
+        """Tokens and rows of each chunk; one workspace at a time."""
+        model, dtype = self.layer.model, torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+        for chunk in kind_state.chunks:
+            yield (
+                chunk.tokens,
+                gathered_rows(chunk, caches, selected, kind_state.visible, model, dtype),
+            )
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate back and project to `[tokens, hidden_size]`."""
@@ -160,3 +194,11 @@ class TritonLayer:
         """Kernel, versions of Triton and torch, and the bytes of the prepared weights."""
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         return {"kernel": "triton", **versions, "prepared_bytes": self._projection.nbytes}
+
+
+def _front(rows: Rows, tokens: int) -> Rows:
+    """The rows of the first tokens."""
+    lengths = None if rows.lengths is None else rows.lengths[:tokens]
+    if rows.table_rows is not None:
+        return Rows(rows.cache, rows.slots, lengths, rows.table_rows[:tokens])
+    return Rows(rows.cache, rows.slots[:tokens], lengths)

@@ -5,6 +5,7 @@
 """
 
 from dsv4core.ops.compress import compress
+from dsv4core.ops.gather_rows import gather_rows
 from dsv4core.ops.indexer import index_logits, index_query, index_topk
 from dsv4core.ops.inverse_rope_quant import inverse_rope_quant
 from dsv4core.ops.linear import linear, prepare_linear
@@ -25,6 +26,7 @@ __all__ = [
     "Rows",
     "compress",
     "entry_slots",
+    "gather_rows",
     "gathered_indices",
     "index_logits",
     "index_query",

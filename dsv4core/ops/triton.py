@@ -5,6 +5,7 @@ at weights, waits for the device. What a model has to be for them: `dsv4core.fra
 """
 
 from dsv4core.ops.compress.triton import compress
+from dsv4core.ops.gather_rows.triton import gather_rows
 from dsv4core.ops.indexer.topk_triton import index_topk
 from dsv4core.ops.indexer.triton import index_logits, index_query
 from dsv4core.ops.inverse_rope_quant.triton import inverse_rope_quant
@@ -24,6 +25,7 @@ from dsv4core.ops.sparse_mla.triton import sparse_mla
 __all__ = [
     "compress",
     "entry_slots",
+    "gather_rows",
     "grouped_linear",
     "index_logits",
     "index_query",

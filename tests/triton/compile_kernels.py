@@ -147,6 +147,7 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
         attend = partial(kernels.sparse_mla, softmax_scale=model.softmax_scale)
         yield partial(attend, q, rows, sinks=sinks)
         yield partial(attend, q[:1, :8], rows[:1], want_lse=True)
+        yield partial(kernels.gather_rows, window, table.block_table, positions, positions, 64, 512, BF16)
         if name == "fp8_e4m3":
             yield partial(insert, q_dtype=torch.float8_e4m3fn, q_scale=torch.ones(1))
         if name == "fp8_ds_mla":

@@ -5,10 +5,19 @@ On a GPU `dsv4 check triton` runs all of it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from dsv4core.api import SWA
+from dsv4core.api import C4A, C128A, SWA, LayerKind
+from dsv4core.backends import triton_gather
+from dsv4core.backends.triton import TritonOptions
+from dsv4core.ops import triton as kernels
+from dsv4core.ops.gather_rows.triton import gather_rows
+from dsv4core.testing.case import Case
+from dsv4core.testing.host import Host
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite import test_attention, test_caches, test_projection
 from dsv4core.testing.suite.test_calls import *  # noqa: F403
@@ -26,6 +35,23 @@ def dsv4() -> Subject:
 @pytest.mark.parametrize("entries", [1, 129])
 def test_widths(dsv4: Subject, entries: int) -> None:
     test_attention.test_widths(dsv4, entries)
+
+
+@pytest.mark.parametrize("kind", [SWA, C4A, C128A], ids=lambda kind: kind.name)
+def test_gathered_prefills(dsv4: Subject, kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind decodes; two chunks; a request that the window holds, and one that it does not."""
+    gathered: list[torch.Tensor] = []
+
+    def gather(*args: Any) -> torch.Tensor:
+        gathered.append(gather_rows(*args))
+        return gathered[-1]
+
+    monkeypatch.setattr(kernels, "gather_rows", gather)
+    monkeypatch.setattr(triton_gather, "gather_area", lambda *sizes: 600 if kind is C4A else 300)
+    subject = replace(dsv4, options=TritonOptions(prefill="gather"))
+    host = Host(subject, Case(kind, heads=0, host_lengths=True))
+    test_attention.compare(host, (700, 300, 64, 0), (1, 9, 5, 7), want_lse=True)
+    assert len(gathered) == (2 if kind is SWA else 4)
 
 
 def test_queries(dsv4: Subject) -> None:

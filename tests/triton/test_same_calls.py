@@ -18,6 +18,6 @@ def test_signatures(name: str) -> None:
 
 
 def test_what_only_one_of_them_has() -> None:
-    """A gather is what kernels do without; a product of groups is within the definition of `o_proj`."""
+    """Kernels do without a gathered table; a product of groups is within the definition of `o_proj`."""
     assert set(ops.__all__) - set(SHARED) == {"Rows", "gathered_indices"}
     assert set(kernels.__all__) - set(SHARED) == {"grouped_linear"}

@@ -71,7 +71,7 @@ def scheduled_sparse_mla(
             f"are {tokens} and {tables}; make one with attention_schedule."
         )
     if tokens:
-        _launch(q, rows, softmax_scale, sinks, out, lse, division)
+        attend(q, rows, softmax_scale, sinks, out, lse, division)
     return out, lse
 
 
@@ -94,7 +94,7 @@ def _two_at_most(pools: Sequence[Rows | Pool]) -> list[Rows]:
     return [Rows(*own) for own in pools]
 
 
-def _launch(
+def attend(
     q: torch.Tensor,
     rows: Sequence[Rows],
     softmax_scale: float,
@@ -103,6 +103,7 @@ def _launch(
     lse: torch.Tensor | None,
     division: Schedule,
 ) -> None:
+    """Attend into `out` and `lse`, `[tokens, heads, head_dim]` and `[tokens, heads]`; there is a token."""
     tokens, heads, width = q.shape
     blocks, items, splits = division.blocks, division.items, division.splits
     programs, kept = (tokens, splits * tokens) if items is None else (len(items.tokens), items.most_parts)
