@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 JOB := plugins/engine_vllm/tests/engine
 ARGS ?=
 
-.PHONY: run test test-gpu test-vllm lint docs clean
+.PHONY: run test test-gpu sanitize test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
@@ -20,6 +20,11 @@ test: $(VENV)/.installed-dev lint docs
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 	$(BIN)/python -m pytest tests/triton $(ARGS)
+
+# Every access of the kernels, where their reads and writes are checked one by one: minutes on an H200.
+sanitize: $(VENV)/.installed-dev
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(BIN)/python -m pytest -x tests/triton --deselect tests/triton/test_compiles.py $(ARGS)
 
 # vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. 40 minutes on two cores without AVX-512.
 test-vllm: .venv-vllm/.installed
