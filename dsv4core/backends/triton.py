@@ -115,13 +115,15 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: TritonOptions) 
 
 
 def _gathered_bytes(layer: LayerSpec, request: Request, options: TritonOptions) -> int:
-    """Workspaces of prefills, which have a row more than the area for a page's end."""
+    """Workspaces of a layer's prefills, each up to the end of a page, and a step's table of the window's."""
     if options.prefill != "gather":
         return 0
     from dsv4core.step import gather_area
 
-    area = gather_area(layer.kind, request.limits, layer.model.sliding_window) + 2 * 64
-    return area * layer.model.head_dim * (4 if request.dtype == "float32" else 2)
+    window, limits = layer.model.sliding_window, request.limits
+    area = gather_area(layer.kind, limits, window) + 2 * 64
+    value = 4 if request.dtype == "float32" else 2
+    return area * layer.model.head_dim * value + 4 * limits.max_tokens * (window + 4)
 
 
 @hookimpl
@@ -139,8 +141,7 @@ def dsv4_init_step_buffers(
     """A holder of the step's index tables, and of the division of its attention."""
     from dsv4core.backends.triton_layer import TritonStep
 
-    plain = dsv4_resolve_kv_cache(request).window.name == "bf16"
-    return TritonStep(kind, request, plain, options.prefill == "gather", device)
+    return TritonStep(kind, request, dsv4_resolve_kv_cache(request), options.prefill == "gather", device)
 
 
 @hookimpl

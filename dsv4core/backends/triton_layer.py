@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import triton
 
+from dsv4core.api.kvcache import KVCacheLayout
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
 from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
@@ -28,18 +29,20 @@ class TritonStep:
     """
 
     def __init__(
-        self, kind: LayerKind, request: Request, plain: bool, gathers: bool, device: torch.device
+        self, kind: LayerKind, request: Request, layout: KVCacheLayout, gathers: bool, device: torch.device
     ) -> None:
         """Keep what does not change.
 
         Args:
             kind: The layers' kind.
             request: What was selected for.
-            plain: Whether the pools' rows are bf16.
+            layout: The formats of the caches.
             gathers: Whether rows of prefills are gathered.
             device: Where.
         """
-        self.kind, self._request, self._plain, self._device = kind, request, plain, device
+        self.kind, self._request, self._device = kind, request, device
+        pools = (layout.window,) if kind.ratio is None else (layout.window, layout.compressed)
+        self._formats = {(own.name, own.fp8) for own in pools}
         self._gathers = gathers
         self._requests = torch.arange(request.limits.max_requests, dtype=torch.int32, device=device)
         self.window: torch.Tensor
@@ -72,7 +75,7 @@ class TritonStep:
             )
             self.entries = slots, step.token_to_request
             tables.append((slots.shape[1], self.visible))
-        how = self._plain, getattr(torch, self._request.dtype), self._device
+        how = self._formats, getattr(torch, self._request.dtype), self._device
         if self._gathers and step.host_lengths is not None:
             self.chunks = list(gather_chunks(step, self.kind, self._request.model.sliding_window))
         self.division = schedule(step.num_tokens, self._request.num_heads, tables, *how)

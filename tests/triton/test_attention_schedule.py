@@ -13,7 +13,7 @@ from dsv4core.ops.sparse_mla import triton as kernels
 from dsv4core.ops.sparse_mla.schedule_triton import Items, Table, schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KEYS = schedule_triton.NARROW.keys
+KEYS, PACKED = schedule_triton.NARROW.keys, {("fp8_ds_mla", "e4m3fn")}
 
 
 def divided(
@@ -21,7 +21,7 @@ def divided(
 ) -> tuple[Items, list[int]]:
     """The items for 16 heads, of which a processor has two programs; parts of each token."""
     monkeypatch.setattr(schedule_triton, "processors", lambda device: room // 2)
-    items = schedule(tokens, 16, tables, False, torch.float16, DEVICE).items
+    items = schedule(tokens, 16, tables, PACKED, torch.float16, DEVICE).items
     assert items is not None
     counts = items.firsts.diff().tolist()
     named = [token for token, count in enumerate(counts) for _ in range(count)]
@@ -66,7 +66,7 @@ def test_rows_stay_whole_where_none_is_longer(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("tokens", "splits"), [(1, 10), (13, 10), (14, 5), (66, 2), (67, 1), (4000, 1)])
 def test_short_rows_are_divided_alike(tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_triton, "processors", lambda device: 66)
-    made = schedule(tokens, 16, [(128, None), (192, None)], False, torch.float16, DEVICE)
+    made = schedule(tokens, 16, [(128, None), (192, None)], PACKED, torch.float16, DEVICE)
     assert made.items is None
     assert made.splits == splits
 

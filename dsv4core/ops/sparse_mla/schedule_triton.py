@@ -7,7 +7,7 @@ captured graph fills the machine whatever the lengths of the step are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -93,8 +93,17 @@ class Schedule:
     items: Items | None
 
 
+Format = tuple[str, str | None]
+"""Name and FP8 flavour of a pool's format."""
+
+
 def schedule(
-    tokens: int, heads: int, tables: Sequence[Table], plain: bool, dtype: torch.dtype, device: torch.device
+    tokens: int,
+    heads: int,
+    tables: Sequence[Table],
+    formats: Set[Format],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Schedule:
     """Divide the rows of one pool or two.
 
@@ -102,11 +111,11 @@ def schedule(
         tokens: Query tokens.
         heads: Query heads.
         tables: The pools' slots.
-        plain: Whether all rows are bf16.
+        formats: Of the pools.
         dtype: Of the queries, as they are attended.
         device: Where.
     """
-    blocks = _blocks(tokens, heads, plain, device, dtype)
+    blocks = _blocks(tokens, heads, formats, device, dtype)
     resident = 1 if blocks.heads > NARROW.heads else 2
     room = max(1, resident * processors(device) // triton.cdiv(heads, blocks.heads))
     longest = sum(triton.cdiv(columns, blocks.keys) for columns, _ in tables)
@@ -139,7 +148,13 @@ def _items(tokens: int, tables: Sequence[Table], room: int, keys: int, device: t
     return Items(item_tokens, firsts, parts, 2 * room)
 
 
-def _blocks(tokens: int, heads: int, plain: bool, device: torch.device, dtype: torch.dtype) -> Blocks:
+def _blocks(
+    tokens: int, heads: int, formats: Set[Format], device: torch.device, dtype: torch.dtype
+) -> Blocks:
+    if len(formats) > 1:  # two loops, whose tiles lie in shared memory side by side
+        alike = _blocks(tokens, heads, {("", None)}, device, dtype)
+        return replace(alike, keys=max(16, alike.keys // 2), stages=1)
+    plain = formats == {("bf16", None)}
     if dtype == torch.float32:
         return replace(NARROW, keys=NARROW.keys // 2)
     shared, narrow = _shared_memory(device), tokens * triton.cdiv(heads, NARROW.heads)

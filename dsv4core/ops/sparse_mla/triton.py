@@ -83,9 +83,9 @@ def attention_schedule(q: torch.Tensor, pools: Sequence[Rows | Pool]) -> Schedul
     """
     rows = _two_at_most(pools)
     tables = [(own.slots.shape[1], own.lengths) for own in rows]
-    plain = all(own.cache.format.name == "bf16" for own in rows)
+    formats = {(own.cache.format.name, own.cache.format.fp8) for own in rows}
     dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
-    return schedule(q.shape[0], q.shape[1], tables, plain, dtype, q.device)
+    return schedule(q.shape[0], q.shape[1], tables, formats, dtype, q.device)
 
 
 def _two_at_most(pools: Sequence[Rows | Pool]) -> list[Rows]:
@@ -113,7 +113,6 @@ def attend(
         parts = torch.empty(kept, heads, width, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(kept, heads, dtype=torch.float32, device=q.device)
     formats = _formats(rows[0], rows[-1], q.device, out.dtype)
-    alike = formats["FORMAT"] == formats["MORE_FORMAT"]
     places = (None, None, None) if items is None else (items.tokens, items.firsts, items.parts)
     _attend[(programs, triton.cdiv(heads, blocks.heads), splits)](
         *(q, out, lse, sinks, parts, part_lse, *places, tokens),
@@ -125,7 +124,7 @@ def attend(
         KEYS=blocks.keys,
         WIDTH=width,
         num_warps=blocks.warps,
-        num_stages=blocks.stages if alike else 1,  # two formats have two loops, whose tiles would add up
+        num_stages=blocks.stages,
     )
     if divided:
         count = triton.next_power_of_2(splits) if items is None else 2 * MERGED
