@@ -12,7 +12,7 @@ MOST_SHARED = 4
 """A tile reads at most this many times the rows of one query, else it is halved."""
 
 MOST_PROGRAMS = 640
-"""Most programs that share sums of parts: as many as a GPU has processors, or twice that."""
+"""Most programs of 64 heads that share sums of parts: as many as a GPU has processors, or twice that."""
 
 LOGITS = 1 << 26
 """Scores that an indexer has at a time: 256 MB. A long prefill chooses for its queries in several turns."""
@@ -62,7 +62,7 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     turn = min(tokens, LOGITS // max(entries, 1) + 1)
     size = chunk_size(max(chosen, 1))
     narrowed = 2 * 8 * turn * chosen * -(-entries // size) if entries > size else 0
-    tables = tokens * (model.sliding_window + 6) + limits.max_requests * (entries + 2) + MOST_PROGRAMS
+    tables = tokens * (model.sliding_window + 6) + limits.max_requests * (entries + 18) + MOST_PROGRAMS
     parts = 4 * MOST_PROGRAMS * 128 * 64
     weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
     projection = tokens * (4 * heads + 6 * low_rank + 4 * model.hidden_size) + max(parts, weights)

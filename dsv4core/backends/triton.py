@@ -121,7 +121,7 @@ def _gathered_bytes(layer: LayerSpec, request: Request, options: TritonOptions) 
     from dsv4core.step import gather_area
 
     window, limits = layer.model.sliding_window, request.limits
-    area = gather_area(layer.kind, limits, window) + 2 * 64
+    area = gather_area(layer.kind, limits, window) + 2 * (16 * limits.max_requests + 64)
     value = 4 if request.dtype == "float32" else 2
     return area * layer.model.head_dim * value + 4 * limits.max_tokens * (window + 4)
 

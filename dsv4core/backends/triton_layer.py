@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import triton
 
-from dsv4core.api.kvcache import KVCacheLayout
+from dsv4core.api.kvcache import KVCacheLayout, round_up
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
 from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
 from dsv4core.backends.projection import OutputProjection
-from dsv4core.backends.triton_gather import Chunk, gather_chunks, gathered_rows
+from dsv4core.backends.triton_gather import Chunk, gather_chunks
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.sparse_mla import Rows
-from dsv4core.ops.sparse_mla.schedule_triton import Schedule, schedule
-from dsv4core.ops.sparse_mla.triton import attend, attention_schedule, scheduled_sparse_mla
+from dsv4core.ops.sparse_mla.schedule_triton import Schedule, Table, schedule
+from dsv4core.ops.sparse_mla.triton import attend, results
 
 
 class TritonStep:
@@ -52,40 +51,39 @@ class TritonStep:
         self.chunks: Sequence[Chunk] = ()
 
     def plan(self, step: Step) -> None:
-        """Make the window's table; where the kind attends all entries, a table of each request's."""
-        table = step.window
+        """Make the tables of queries that read rows in place: all, or decodes where prefills are gathered."""
+        self.chunks = tuple(gather_chunks(step, self.kind, self._request)) if self._gathers else ()
+        tokens = slice(step.num_decode_tokens if self.chunks else step.num_tokens)
+        positions, requests, table = step.positions[tokens], step.token_to_request[tokens], step.window
         self.window = kernels.window_slots(
-            *(step.positions, step.token_to_request, table.block_table, table.page_size),
-            self._request.model.sliding_window,
+            positions, requests, table.block_table, table.page_size, self._request.model.sliding_window
         )
-        tables: list[tuple[int, torch.Tensor | None]] = [(self.window.shape[1], None)]
+        tables: list[Table] = [(self.window.shape[1], None)]
         if self.kind.ratio is not None:
-            self.visible = (step.positions + 1) // self.kind.ratio
+            self.visible = (positions + 1) // self.kind.ratio
         if self.kind.select == "top_k":
             tables.append((self._request.model.index_topk, self.visible))
         elif self.kind.select == "all":
             assert self.kind.ratio is not None
-            table, requests = step.compressed[self.kind.name], self._requests[: step.num_requests]
+            table = step.compressed[self.kind.name]
             slots = kernels.visible_slots(
                 step.seq_lens // self.kind.ratio,
-                requests,
+                self._requests[: step.num_requests],
                 table.block_table,
                 table.page_size,
                 self._entries(step),
             )
-            self.entries = slots, step.token_to_request
+            self.entries = slots, requests
             tables.append((slots.shape[1], self.visible))
         how = self._formats, getattr(torch, self._request.dtype), self._device
-        if self._gathers and step.host_lengths is not None:
-            self.chunks = list(gather_chunks(step, self.kind, self._request.model.sliding_window))
-        self.division = schedule(step.num_tokens, self._request.num_heads, tables, *how)
+        self.division = schedule(len(positions), self._request.num_heads, tables, *how)
 
     def _entries(self, step: Step) -> int:
         """Columns for all entries: the step's where its lengths are known, and no graph has to last."""
         longest = step.limits.max_model_len
         if step.host_lengths is not None and not self._request.graph:
             longest = max(step.host_lengths.total, default=0)
-        return self.kind.visible_entries(longest)
+        return round_up(self.kind.visible_entries(longest), 16)  # kernels are compiled for its divisors
 
 
 class TritonLayer:
@@ -153,41 +151,26 @@ class TritonLayer:
         apply_sink: bool,
     ) -> AttentionOutput:
         """Attend over the window and the selected entries, or all of them."""
+        (out, lse), front = results(q, want_lse), slice(kind_state.division.tokens)
+        if kind_state.chunks:  # rows of padding are in no chunk
+            out[kind_state.chunks[-1].tokens.stop :] = 0
         pools = [Rows(caches.window, kind_state.window)]
         if caches.compressed is not None and selected is not None:
-            table = step.compressed[self.layer.kind.name]
-            slots = kernels.entry_slots(selected, step.token_to_request, table.block_table, table.page_size)
+            table, requests = step.compressed[self.layer.kind.name], step.token_to_request[front]
+            slots = kernels.entry_slots(selected[front], requests, table.block_table, table.page_size)
             pools.append(Rows(caches.compressed, slots, kind_state.visible))
         elif caches.compressed is not None and kind_state.entries is not None:
             slots, requests = kind_state.entries
             pools.append(Rows(caches.compressed, slots, kind_state.visible, requests))
-        sinks = self.sinks if apply_sink else None
-        scale = self.layer.model.softmax_scale
-        if not kind_state.chunks:
-            return AttentionOutput(
-                *scheduled_sparse_mla(q, pools, scale, sinks, want_lse, kind_state.division)
-            )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        out[kind_state.chunks[-1].tokens.stop :] = 0  # rows of padding
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if want_lse else None
-        parts = [(slice(step.num_decode_tokens), [_front(own, step.num_decode_tokens) for own in pools])]
-        for tokens, rows in itertools.chain(parts, self._gathered(q, caches, selected, kind_state)):
-            if len(q[tokens]):
-                division = attention_schedule(q[tokens], rows)
-                own = None if lse is None else lse[tokens]
-                attend(q[tokens], rows, scale, sinks, out[tokens], own, division)
-        return AttentionOutput(out, lse)
 
-    def _gathered(
-        self, q: torch.Tensor, caches: LayerCaches, selected: torch.Tensor | None, kind_state: TritonStep
-    ) -> Iterator[tuple[slice, Sequence[Rows]]]:
-        """Tokens and rows of each chunk; one workspace at a time."""
-        model, dtype = self.layer.model, torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-        for chunk in kind_state.chunks:
-            yield (
-                chunk.tokens,
-                gathered_rows(chunk, caches, selected, kind_state.visible, model, dtype),
-            )
+        def attended(tokens: slice, pools: Sequence[Rows], division: Schedule) -> None:
+            sinks, part = self.sinks if apply_sink else None, None if lse is None else lse[tokens]
+            attend(q[tokens], pools, self.layer.model.softmax_scale, sinks, out[tokens], part, division)
+
+        attended(front, pools, kind_state.division)
+        for chunk in kind_state.chunks:  # which has its workspaces for the time of its call
+            attended(chunk.tokens, chunk.rows(caches, selected, self.layer.model, q.dtype), chunk.division)
+        return AttentionOutput(out, lse)
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate back and project to `[tokens, hidden_size]`."""
@@ -197,11 +180,3 @@ class TritonLayer:
         """Kernel, versions of Triton and torch, and the bytes of the prepared weights."""
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         return {"kernel": "triton", **versions, "prepared_bytes": self._projection.nbytes}
-
-
-def _front(rows: Rows, tokens: int) -> Rows:
-    """The rows of the first tokens."""
-    lengths = None if rows.lengths is None else rows.lengths[:tokens]
-    if rows.table_rows is not None:
-        return Rows(rows.cache, rows.slots, lengths, rows.table_rows[:tokens])
-    return Rows(rows.cache, rows.slots[:tokens], lengths)

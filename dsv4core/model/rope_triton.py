@@ -10,8 +10,8 @@ import triton.language as tl
 def rotated(x, rope, position, direction, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
     """Rows `[ROWS, WIDTH]` fp32, their last `ROPE` channels turned to a position of `rope`; back by -1.
 
-    Rows of padding may have a position of -1. Kernels are launched with `enable_fp_fusion=False`, so that
-    products are rounded as the definition rounds them.
+    Rows of padding may have a position of -1. Where bits count, as in caches, kernels are launched with
+    `enable_fp_fusion=False`, so that products are rounded as the definition rounds them.
     """
     cos, sin = angles(rope, position, WIDTH, ROPE)
     return turned(x, cos[None, :], direction * sin[None, :], ROWS, WIDTH, ROPE)

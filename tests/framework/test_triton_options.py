@@ -19,7 +19,7 @@ GATHER = TritonOptions(prefill="gather")
 def test_gathering_is_in_the_plan() -> None:
     """Room for four requests of a million tokens: their entries, windows and queries, 1 KB each; a table."""
     in_place, gather = (select(REQUEST, "triton", own).plans["c4a"] for own in (TritonOptions(), GATHER))
-    area = 4 * ((1 << 18) + 128 + 8192) + 128
+    area = 4 * ((1 << 18) + 128 + 8192) + 2 * (16 * 8 + 64)
     assert gather.workspace_bytes - in_place.workspace_bytes == area * 1024 + 4 * 8192 * 132
     assert (in_place.variant, gather.variant) == ("triton, prefill in_place", "triton, prefill gather")
 

@@ -84,7 +84,9 @@ class Launch:
         types, constants, aligned = {}, {}, []
         for parameter in kernel.params:
             name, value = parameter.name, values[parameter.name]
-            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            if parameter.do_not_specialize:
+                types[name] = "i32"
+            elif parameter.is_constexpr or value is None or (type(value) is int and value == 1):
                 types[name], constants[name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 types[name] = POINTERS[value.dtype]

@@ -5,11 +5,13 @@ On a GPU `dsv4 check triton` runs all of it.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsv4core.api import C4A, C128A, SWA, LayerKind
 from dsv4core.backends import triton_gather
@@ -40,11 +42,17 @@ def test_widths(dsv4: Subject, entries: int) -> None:
 @pytest.mark.parametrize("kind", [SWA, C4A, C128A], ids=lambda kind: kind.name)
 def test_gathered_prefills(dsv4: Subject, kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind decodes; two chunks; a request that the window holds, and one that it does not."""
-    gathered: list[torch.Tensor] = []
+    gathered: list[StorageWeakRef] = []
 
     def gather(*args: Any) -> torch.Tensor:
-        gathered.append(gather_rows(*args))
-        return gathered[-1]
+        if args[0] is host.caches.window:
+            gc.collect()  # the interpreter's own cycles
+            assert all(own.expired() for own in gathered), (
+                "A chunk's workspace is still there at the next one."
+            )
+        workspace = gather_rows(*args)
+        gathered.append(StorageWeakRef(workspace.untyped_storage()))
+        return workspace
 
     monkeypatch.setattr(kernels, "gather_rows", gather)
     monkeypatch.setattr(triton_gather, "gather_area", lambda *sizes: 600 if kind is C4A else 300)

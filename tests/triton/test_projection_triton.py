@@ -75,7 +75,7 @@ def test_products_of_groups(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 140])
 def test_heads_rotated_back_as_they_are_multiplied(tokens: int) -> None:
-    """Two heads a group; rows that are apart; the same bits as of rows that were rotated before."""
+    """Two heads a group; rows that are apart; as rows that were rotated before."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     weight = weight_of(256, 1024)
     weight = prepare_linear(Weight(weight.data, torch.ones(2, 8, device=DEVICE), weight.block))

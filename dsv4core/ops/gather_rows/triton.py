@@ -42,7 +42,7 @@ def gather_rows(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "height"])
 def _gather_rows(
     pool,
     page_stride,

@@ -289,7 +289,7 @@ def _times_row(
         if rope is not None:
             heads = tl.reshape(factor, (WIDTH // HEAD, HEAD))
             heads = turned(heads, cos[None, :], -sin[None, :], WIDTH // HEAD, HEAD, ROPE)
-            # Rounded as a kernel of its own would leave it.
+            # Rounded to the activations' dtype, as `inverse_rope` leaves it.
             factor = tl.reshape(heads, (WIDTH,)).to(x.dtype.element_ty).to(tl.float32)
         factor *= tl.load(scale_row + column // BLOCK, mask=column < columns, other=0.0)
         if NATIVE:

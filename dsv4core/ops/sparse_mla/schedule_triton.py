@@ -36,25 +36,29 @@ class Blocks:
         keys: Rows that are attended at a time: a tile.
         warps: Warps of a program.
         stages: Tiles of rows that are on their way.
+        shared: Bytes of shared memory that it takes, at most.
     """
 
     heads: int
     keys: int
     warps: int
     stages: int
+    shared: int = 192 << 10
 
 
 WIDE = Blocks(heads=64, keys=64, warps=8, stages=2)
-"""Takes 192 KB of shared memory."""
-MIDDLE = Blocks(heads=64, keys=32, warps=8, stages=2)
-"""Takes 130 KB, or 64 on AMD's chips, which keep queries in registers."""
-NARROW = Blocks(heads=16, keys=32, warps=4, stages=2)
-"""Takes 82 KB."""
-TALL = Blocks(heads=16, keys=64, warps=4, stages=2)
-"""Takes 144 KB, for bf16 rows, which need no conversion: programs of few heads are more of them."""
+MIDDLE = Blocks(heads=64, keys=32, warps=8, stages=2, shared=130 << 10)
+"""On AMD's chips, which keep queries in registers, it takes 64 KB."""
+NARROW = Blocks(heads=16, keys=32, warps=4, stages=2, shared=83 << 10)
+TALL = Blocks(heads=16, keys=64, warps=4, stages=2, shared=144 << 10)
+"""For bf16 rows, which need no conversion: programs of few heads are more of them."""
 
 Table = tuple[int, torch.Tensor | None]
 """Columns of a pool's slots, and `[tokens]` how many of them count: None for all."""
+
+
+Format = tuple[str, str | None]
+"""Name and FP8 flavour of a pool's format."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,7 @@ class Schedule:
         blocks: What a program does.
         tokens: Query tokens.
         tables: Columns of each pool's slots.
+        formats: Of the pools.
         splits: Parts of every row.
         items: The parts of each row, where they are not as many.
     """
@@ -89,12 +94,9 @@ class Schedule:
     blocks: Blocks
     tokens: int
     tables: tuple[int, ...]
+    formats: Set[Format]
     splits: int
     items: Items | None
-
-
-Format = tuple[str, str | None]
-"""Name and FP8 flavour of a pool's format."""
 
 
 def schedule(
@@ -116,13 +118,14 @@ def schedule(
         device: Where.
     """
     blocks = _blocks(tokens, heads, formats, device, dtype)
-    resident = 1 if blocks.heads > NARROW.heads else 2
+    resident = max(1, min(2, _shared_memory(device) // blocks.shared))
     room = max(1, resident * processors(device) // triton.cdiv(heads, blocks.heads))
     longest = sum(triton.cdiv(columns, blocks.keys) for columns, _ in tables)
     widths = tuple(columns for columns, _ in tables)
     if longest <= SHORT or tokens > WAVES * room:
-        return Schedule(blocks, tokens, widths, _splits(longest, room // max(tokens, 1)), None)
-    return Schedule(blocks, tokens, widths, 1, _items(tokens, tables, room, blocks.keys, device))
+        return Schedule(blocks, tokens, widths, formats, _splits(longest, room // max(tokens, 1)), None)
+    items = _items(tokens, tables, room, blocks.keys, device)
+    return Schedule(blocks, tokens, widths, formats, 1, items)
 
 
 def _splits(tiles: int, most: int) -> int:
@@ -181,7 +184,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "room"])
 def _schedule(
     lengths,
     more_lengths,
@@ -203,8 +206,9 @@ def _schedule(
         total += tl.sum(tiles, axis=0)
         longest = tl.maximum(longest, tl.max(tiles, axis=0))
     share = tl.maximum(tl.cdiv(total, room), 2)  # parts of one tile take longer to merge
-    spans = tl.cdiv(share * (16 + tl.arange(0, 32)), 16)  # to three times a share
-    counts = tl.zeros((32,), tl.int32)
+    # To 235 shares, each 9 % longer than the one before; the last resort is to divide nothing.
+    spans = tl.ceil(share * tl.exp2(tl.arange(0, 64).to(tl.float32) / 8)).to(tl.int32)
+    counts = tl.zeros((64,), tl.int32)
     for first in range(0, tokens, TOKENS):
         tiles = _tiles(lengths, more_lengths, first, tokens, columns, more_columns, KEYS, TOKENS)
         counts += tl.sum(tl.cdiv(tiles[None, :], spans[:, None]), axis=1)

@@ -6,7 +6,7 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from dsv4core.fp8_triton import converts_packed, multiplies_fp8
 from dsv4core.kvcache.codecs_triton import cache_arguments
 from dsv4core.kvcache.tiles_triton import decoded, fetched, tile_slots
 from dsv4core.ops.sparse_mla.reference import Pool, Rows
-from dsv4core.ops.sparse_mla.schedule_triton import Schedule, schedule
+from dsv4core.ops.sparse_mla.schedule_triton import Format, Schedule, schedule
 
 MERGED = 8
 """Rows of 2 KB that a program merges at once, if a token has no more parts."""
+FEW_ROWS = 4096
+"""Tokens times heads, up to which a program merges for one head, and more parts of it at once."""
 SHIFT = 60
 """Packed rows are decoded times 2^-60 where two codes are converted at once: bf16 holds any of them."""
 NOTHING = (None, None, None, 0, 0, 0, None, 0, None)
@@ -57,22 +59,21 @@ def scheduled_sparse_mla(
     """`sparse_mla`, by a schedule that other calls of the step have, too.
 
     Raises:
-        ConfigError: There are more than two pools, or the schedule is of other tables.
+        ConfigError: There are more than two pools, or the schedule is of others.
     """
-    tokens, heads, width = q.shape
-    dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
-    out = torch.empty(tokens, heads, width, dtype=dtype, device=q.device)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if want_lse else None
-    rows = _two_at_most(pools)
-    tables = tuple(own.slots.shape[1] for own in rows)
-    if (division.tokens, division.tables) != (tokens, tables):
-        raise ConfigError(
-            f"The schedule is of {division.tokens} tokens and tables of {division.tables} columns, and these "
-            f"are {tokens} and {tables}; make one with attention_schedule."
-        )
-    if tokens:
-        attend(q, rows, softmax_scale, sinks, out, lse, division)
+    out, lse = results(q, want_lse)
+    attend(q, pools, softmax_scale, sinks, out, lse, division)
     return out, lse
+
+
+def results(q: torch.Tensor, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where attention for queries `[tokens, heads, head_dim]` is written, and its log-sum-exp."""
+    out = torch.empty(q.shape, dtype=_attended(q), device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if want_lse else None
+
+
+def _attended(q: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.itemsize == 1 else q.dtype
 
 
 def attention_schedule(q: torch.Tensor, pools: Sequence[Rows | Pool]) -> Schedule:
@@ -83,9 +84,11 @@ def attention_schedule(q: torch.Tensor, pools: Sequence[Rows | Pool]) -> Schedul
     """
     rows = _two_at_most(pools)
     tables = [(own.slots.shape[1], own.lengths) for own in rows]
-    formats = {(own.cache.format.name, own.cache.format.fp8) for own in rows}
-    dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
-    return schedule(q.shape[0], q.shape[1], tables, formats, dtype, q.device)
+    return schedule(q.shape[0], q.shape[1], tables, _formats_of(rows), _attended(q), q.device)
+
+
+def _formats_of(rows: Sequence[Rows]) -> set[Format]:
+    return {(own.cache.format.name, own.cache.format.fp8) for own in rows}
 
 
 def _two_at_most(pools: Sequence[Rows | Pool]) -> list[Rows]:
@@ -96,14 +99,27 @@ def _two_at_most(pools: Sequence[Rows | Pool]) -> list[Rows]:
 
 def attend(
     q: torch.Tensor,
-    rows: Sequence[Rows],
+    pools: Sequence[Rows | Pool],
     softmax_scale: float,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     division: Schedule,
 ) -> None:
-    """Attend into `out` and `lse`, `[tokens, heads, head_dim]` and `[tokens, heads]`; there is a token."""
+    """Attend into `out` and `lse`, which are as those of `results`.
+
+    Raises:
+        ConfigError: There are more than two pools, or the schedule is of others.
+    """
+    rows = _two_at_most(pools)
+    own = (len(q), tuple(each.slots.shape[1] for each in rows), _formats_of(rows))
+    made = (division.tokens, division.tables, division.formats)
+    if own != made:
+        raise ConfigError(
+            f"The schedule is of {_said(*made)}; these are {_said(*own)}. Make one with attention_schedule."
+        )
+    if not len(q):
+        return
     tokens, heads, width = q.shape
     blocks, items, splits = division.blocks, division.items, division.splits
     programs, kept = (tokens, splits * tokens) if items is None else (len(items.tokens), items.most_parts)
@@ -127,7 +143,8 @@ def attend(
         num_stages=blocks.stages,
     )
     if divided:
-        count = triton.next_power_of_2(splits) if items is None else 2 * MERGED
+        several = 2 * MERGED if tokens * heads <= FEW_ROWS else MERGED // 2  # most tokens have one part
+        count = triton.next_power_of_2(splits) if items is None else several
         together = max(1, MERGED // count)
         _merge[(tokens, triton.cdiv(heads, together))](
             *(parts, part_lse, *places[1:], splits, sinks, out, lse, heads),
@@ -136,6 +153,11 @@ def attend(
             WIDTH=width,
             num_warps=4,
         )
+
+
+def _said(tokens: int, tables: tuple[int, ...], formats: Set[Format]) -> str:
+    named = " and ".join(sorted(name if fp8 is None else f"{name} ({fp8})" for name, fp8 in formats))
+    return f"{tokens} tokens, tables of {tables} columns and {named} rows"
 
 
 def _arguments(rows: Rows) -> tuple[Any, ...]:
@@ -163,7 +185,7 @@ def _formats(rows: Rows, more: Rows, device: torch.device, dtype: torch.dtype) -
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend(
     q,
     out,
@@ -425,7 +447,7 @@ def _row(slots, lengths, table_rows, token, height, columns, stride):
     if table_rows is not None:
         row = tl.minimum(tl.maximum(tl.load(table_rows + token), 0), height - 1).to(tl.int64)
     if lengths is not None:
-        length = tl.minimum(tl.maximum(tl.load(lengths + token), 0).to(tl.int32), columns)
+        length = tl.minimum(tl.maximum(tl.load(lengths + token), 0), columns).to(tl.int32)
     return slots + row * stride, length
 
 
