@@ -42,16 +42,20 @@ def attend(stack: AttentionStack, computed: tuple[int, ...], query: tuple[int, .
 
 
 def decoding(
-    subject: Subject, kind: LayerKind, host_lengths: bool | None = None
+    subject: Subject,
+    kind: LayerKind,
+    host_lengths: bool | None = None,
+    prompts: tuple[int, ...] = PROMPTS,
 ) -> tuple[AttentionStack, AttentionStack]:
-    """A layer on the backend and on the reference, in which four prompts are done."""
-    limits = Limits(max_tokens=1000, max_requests=4, max_model_len=1024, max_query_len=600)
+    """A layer on the backend and on the reference, in which some prompts are done."""
+    tokens, requests = max(1000, sum(prompts)), len(prompts)
+    limits = Limits(tokens, max_requests=requests, max_model_len=1024, max_query_len=600)
     case = Case(
         kind, 0, index_topk=128, limits=limits, graph=True, private_output=True, host_lengths=host_lengths
     )
     ours = backend_stack(subject, case)
     theirs = reference_stack(ours)
-    compare(ours, theirs, (0,) * 4, PROMPTS)
+    compare(ours, theirs, (0,) * requests, prompts)
     return ours, theirs
 
 
@@ -162,13 +166,18 @@ def test_a_layer_of_graphs(dsv4: Subject, kind: LayerKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_in_one_graph(dsv4: Subject, kind: LayerKind) -> None:
     """Projections, the step's plan and all operations together, where the backend owns those of the core."""
-    ours, theirs = decoding(dsv4, kind)
+    in_one_graph(dsv4, kind, PROMPTS, (4, 4, 2, 3, 1, 4))
+
+
+def in_one_graph(dsv4: Subject, kind: LayerKind, prompts: tuple[int, ...], counts: tuple[int, ...]) -> None:
+    """A layer captured for a decode behind each prompt, and replayed for the first of them."""
+    ours, theirs = decoding(dsv4, kind, prompts=prompts)
     layer, own = ours.layers[0], ours.selection.plans[kind.name].own_ops
     needed = OWN_OPS if kind.select == "top_k" else {"insert_kv", "compress"} if kind.ratio else {"insert_kv"}
     if missing := sorted(needed - own):
         raise LeftToCore(f"The core does {', '.join(missing)}, which cannot be captured.")
-    bound, caches, computed = ours.kinds[kind.name], caches_of(ours), PROMPTS
-    planned = ours.plan(PROMPTS, (1,) * 4)
+    bound, caches, computed = ours.kinds[kind.name], caches_of(ours), prompts
+    planned = ours.plan(prompts, (1,) * len(prompts))
 
     def run(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         bound.plan_step(planned)
@@ -176,7 +185,7 @@ def test_a_layer_in_one_graph(dsv4: Subject, kind: LayerKind) -> None:
 
     ours.kinds[kind.name] = replace(bound, plan_step=lambda step: None)  # the graph has to plan
     whole = Replayed(run, dsv4.device)
-    for seed, count in enumerate((4, 4, 2, 3, 1, 4)):
+    for seed, count in enumerate(counts):
         ours.plan(computed[:count], (1,) * count)
         step, hidden = theirs.plan(computed[:count], (1,) * count), hidden_states(count, ours, seed)
         found, selected = whole(hidden)
