@@ -32,7 +32,10 @@ SETS = (
         *("model=v4_flash", PACKED, "bench.kind=[c128a]", ATTENTION),
         *("bench.tokens=[1,64]", "bench.context=[1048576]"),
     ),
-    ("model=v4_flash", PACKED, C4A, ATTENTION, "bench.phase=[prefill]", "bench.tokens=[4096]"),
+    *(
+        ("model=v4_flash", PACKED, C4A, ATTENTION, "bench.phase=[prefill]", "bench.tokens=[4096]", where)
+        for where in ("backend.prefill=in_place", "backend.prefill=gather")
+    ),
     (
         *("model=v4_flash", PACKED, "bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,64,256]"),
         "bench.op=[layer,insert_kv,compress,indexer,forward_mqa,o_proj]",
