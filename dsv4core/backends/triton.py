@@ -108,7 +108,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: TritonOptions) 
         padded_q_heads=layer.num_heads,
         q_dtype=request.dtype,
         workspace_bytes=kernel_bytes(layer, request.limits) + _gathered_bytes(layer, request, options),
-        variant=f"triton, prefill {options.prefill}",
+        variant=f"triton (prefill={options.prefill})",
         own_ops=OWN_OPS,
         core_ops="triton",
     )

@@ -21,7 +21,7 @@ def test_gathering_is_in_the_plan() -> None:
     in_place, gather = (select(REQUEST, "triton", own).plans["c4a"] for own in (TritonOptions(), GATHER))
     area = 4 * ((1 << 18) + 128 + 8192) + 2 * (16 * 8 + 64)
     assert gather.workspace_bytes - in_place.workspace_bytes == area * 1024 + 4 * 8192 * 132
-    assert (in_place.variant, gather.variant) == ("triton, prefill in_place", "triton, prefill gather")
+    assert (in_place.variant, gather.variant) == ("triton (prefill=in_place)", "triton (prefill=gather)")
 
 
 def test_gathering_needs_lengths() -> None:
