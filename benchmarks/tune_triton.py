@@ -190,7 +190,7 @@ SWEEPS = {
     ),
     "few_rows": Sweep(
         linear,
-        {"STAGES": (2, 3, 4), "PROGRAMS": (128, 256, 512)},
+        {"STAGES": (2, 3, 4), "PROGRAMS": (128, 256, 512), "HEIGHT": (64, 128), "WARPS": (4, 8)},
         tuple((tokens, *size) for tokens in (8, 64, 128) for size in ((32768, 1024), (4096, 8192))),
         products,
     ),

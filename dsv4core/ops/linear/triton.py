@@ -33,6 +33,8 @@ STAGES = 3
 """Tiles of the weight in flight on NVIDIA's chips: 16 KB each."""
 SHORT, LONG = (16, 512, 2), (4, 2048, 4)
 """Rows and columns of a tile, and warps, for a single row of up to 1,024 values, and of more; on an H200."""
+HEIGHT, WARPS = 128, 4
+"""Rows of a tile, up to a block's, and warps, for several rows of activations; half as many for up to 16."""
 ADDED = 1024
 """Sums that a program makes of those of several programs."""
 PROGRAMS = 256
@@ -185,7 +187,7 @@ def _few(
     tokens, (rows, columns) = x.shape[0], weight.data.shape
     narrow = x.dtype == torch.float32  # for the sake of shared memory: nobody serves in fp32
     width = 16 if narrow else min(max(triton.next_power_of_2(tokens), 16), 64)
-    height = 64 if width == 16 else 128
+    height = min(HEIGHT, 64) if width == 16 else HEIGHT
     tiles = triton.cdiv(rows, height) * triton.cdiv(tokens, width)
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, tiles)), 8, columns // BLOCK)
     part = torch.float32 if splits > 1 else dtype
@@ -207,7 +209,7 @@ def _few(
         BLOCK=BLOCK,
         PACKED=converts_packed(x.device) and x.dtype == torch.bfloat16,
         **_rotation(rotate_back),
-        num_warps=4,
+        num_warps=WARPS,
         num_stages=1 if narrow else stages(x.device, STAGES),
     )
     return out[0] if splits == 1 else _sum(out, dtype)
