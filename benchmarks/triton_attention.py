@@ -38,7 +38,7 @@ SETS = (
     ),
     (
         *("model=v4_flash", PACKED, "bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,64,256]"),
-        "bench.op=[layer,insert_kv,compress,indexer,forward_mqa,o_proj]",
+        "bench.op=[layer,project,insert_kv,compress,indexer,forward_mqa,o_proj]",
     ),
 )
 

@@ -190,8 +190,11 @@ SWEEPS = {
     ),
     "few_rows": Sweep(
         linear,
-        {"STAGES": (2, 3, 4), "PROGRAMS": (128, 256, 512), "HEIGHT": (64, 128), "WARPS": (4, 8)},
-        tuple((tokens, *size) for tokens in (8, 64, 128) for size in ((32768, 1024), (4096, 8192))),
+        {
+            "TILES": [dict.fromkeys(linear.TILES, tile) for tile in product((64, 128), (4, 8), (2, 3, 4))],
+            "PROGRAMS": (128, 256, 512),
+        },
+        tuple((tokens, *size) for tokens in (8, 32, 64, 256) for size in ((32768, 1024), (4096, 8192))),
         products,
     ),
     "sparse_mla": Sweep(

@@ -19,6 +19,7 @@ from dsv4core.api.errors import CheckpointError
 from dsv4core.api.kvcache import KVCacheLayout, round_up
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerPlan, LayerWeights, Weight
 from dsv4core.api.step import Step
+from dsv4core.branches import side_by_side
 from dsv4core.framework.binding import BoundLayer
 from dsv4core.workspace import LOGITS
 
@@ -112,10 +113,25 @@ class DeepseekV4Attention:
             were attended, as `selected`, for layers that share them.
         """
         projected = self.project(x)
-        q = self.insert_kv(projected, caches, step)
-        self.compress(projected, caches, step)
-        if selected is None:
-            selected = self.select(projected, caches, step)
+
+        def insert() -> torch.Tensor:
+            return self.insert_kv(projected, caches, step)
+
+        def compress() -> None:
+            with self._observe("compress"):
+                self._compress(projected.entry, "compressed", caches, step)
+
+        def choose() -> torch.Tensor | None:
+            with self._observe("compress"):
+                self._compress(projected.index_entry, "index", caches, step)
+            return self.select(projected, caches, step) if selected is None else selected
+
+        # The indexer takes longest: it stays on the stream that attention follows on.
+        branches: list[Callable[[], Any]] = [insert, compress, choose]
+        if self.bound.plan.branches:
+            q, _, selected = side_by_side(branches, x.device, step.num_tokens)
+        else:
+            q, _, selected = (branch() for branch in branches)
         return self.o_proj(self.attend(q, selected, caches, step, kind_state), step), selected
 
     def project(self, x: torch.Tensor) -> Projected:
@@ -123,10 +139,11 @@ class DeepseekV4Attention:
         model, eps = self.layer.model, self.layer.model.rms_norm_eps
         with self._observe("project"):
             parts = self._from_x(x)
-            latent = self._ops.rms_norm(parts["latent"].to(x.dtype), self._vectors["q_norm"], eps)
+            latent, kv = (parts[name].to(x.dtype) for name in ("latent", "kv"))
+            norms = self._vectors["q_norm"], self._vectors["kv_norm"]
+            latent, kv = self._ops.latent_norms(latent, kv, *norms, eps)
             parts |= self._from_latent(latent)
             q = parts["q"].to(x.dtype).unflatten(-1, (-1, model.head_dim))
-            kv = self._ops.rms_norm(parts["kv"].to(x.dtype), self._vectors["kv_norm"], eps)
             if "index_q" not in parts:
                 return Projected(q, kv, parts.get("entry"))
             index_q = parts["index_q"].to(x.dtype).unflatten(-1, (-1, model.index_head_dim))
@@ -154,12 +171,12 @@ class DeepseekV4Attention:
     def compress(self, projected: Projected, caches: LayerCaches, step: Step) -> None:
         """Store compressor states and the entries that this step completes, the indexer's included."""
         with self._observe("compress"):
-            if projected.entry is not None:
-                self._compress(projected.entry, "compressed", caches, step)
-            if projected.index_entry is not None:
-                self._compress(projected.index_entry, "index", caches, step)
+            self._compress(projected.entry, "compressed", caches, step)
+            self._compress(projected.index_entry, "index", caches, step)
 
-    def _compress(self, entry: torch.Tensor, target: str, caches: LayerCaches, step: Step) -> None:
+    def _compress(self, entry: torch.Tensor | None, target: str, caches: LayerCaches, step: Step) -> None:
+        if entry is None:
+            return
         if self.bound.compress is not None:
             self.bound.compress(entry, step.positions, caches, step, target)
             return

@@ -16,7 +16,7 @@ from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES
 DTYPES = ("bfloat16", "float32")
 BENCH_VALUES = {
     "op": (
-        *("plan_step", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj", "layer"),
+        *("plan_step", "project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj", "layer"),
         *("indexer.logits", "indexer.topk", "mixed_table", "inverse_rope_quant", "wq_b", "wo_b"),
     ),
     "phase": ("decode", "prefill", "mixed"),

@@ -63,7 +63,7 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     size = chunk_size(max(chosen, 1))
     narrowed = 2 * 8 * turn * chosen * -(-entries // size) if entries > size else 0
     tables = tokens * (model.sliding_window + 6) + limits.max_requests * (entries + 18) + MOST_PROGRAMS
-    parts = 4 * MOST_PROGRAMS * 128 * 64
+    parts = 4 * MOST_PROGRAMS * 128 * 128
     weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
     projection = tokens * (4 * heads + 6 * low_rank + 4 * model.hidden_size) + max(parts, weights)
     return 4 * tables + max(attention, 4 * tokens * model.head_dim, narrowed, projection)

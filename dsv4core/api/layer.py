@@ -78,6 +78,8 @@ class LayerPlan:
         core_ops: What the core does the others with, and its projections: `torch` are the definitions,
             `triton` the kernels of `dsv4core.ops.triton`, which need the package triton and a GPU.
         consumes: Names of weights that the core may free after `dsv4_init_layer_buffers`.
+        branches: Whether hooks before attention may run beside each other, on streams of their own: inserting
+            keys, each compressor with what reads its entries. They share no memory that they write.
     """
 
     padded_q_heads: int
@@ -88,6 +90,7 @@ class LayerPlan:
     own_ops: frozenset[str] = field(default_factory=frozenset)
     core_ops: CoreOps = "torch"
     consumes: frozenset[str] = field(default_factory=frozenset)
+    branches: bool = False
 
     def __post_init__(self) -> None:
         if self.q_dtype not in DTYPE_BYTES:

@@ -111,6 +111,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: TritonOptions) 
         variant=f"triton (prefill={options.prefill})",
         own_ops=OWN_OPS,
         core_ops="triton",
+        branches=True,
     )
 
 

@@ -77,6 +77,13 @@ def _o_proj(inputs: Inputs) -> list[Call]:
     return [call(layer, turn) for (layer, _), turn in zip(inputs.layers(len(turns)), turns, strict=True)]
 
 
+def _project(inputs: Inputs) -> list[Call]:
+    """Likewise."""
+    turns = inputs.turns("project")
+    layers = zip(_attention(inputs, len(turns)), turns, strict=True)
+    return [lambda layer=layer, turn=turn: layer.project(turn.hidden) for layer, turn in layers]  # type: ignore[misc]
+
+
 def _layer(inputs: Inputs) -> list[Call]:
     """Likewise."""
     turns = inputs.turns("layer")
@@ -195,6 +202,7 @@ def _attention(inputs: Inputs, count: int) -> list[DeepseekV4Attention]:
 
 _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
     "plan_step": _plan_step,
+    "project": _project,
     "insert_kv": _stage("insert_kv", "insert_kv"),
     "compress": _stage("compress", "compress"),
     "indexer": _stage("indexer", "select"),

@@ -27,17 +27,8 @@ def angles(rope, position, WIDTH: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def angles_of_rows(rope, positions, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """`[rows, WIDTH // 2]`: `angles` of several rows."""
-    pair = tl.arange(0, WIDTH // 2) - (WIDTH - ROPE) // 2
-    table = rope + tl.maximum(positions, 0)[:, None] * ROPE + pair[None, :]
-    turns = tl.broadcast_to(pair[None, :] >= 0, table.shape)
-    return tl.load(table, mask=turns, other=1.0), tl.load(table + ROPE // 2, mask=turns, other=0.0)
-
-
-@triton.jit
 def turned(x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """Rows `[ROWS, WIDTH]`, their last `ROPE` channels turned by angles `[ROWS, WIDTH // 2]` or `[1, …]`."""
+    """Rows `[ROWS, WIDTH]`, their last `ROPE` channels turned by angles `[1, WIDTH // 2]`."""
     turns = (tl.arange(0, WIDTH // 2) >= (WIDTH - ROPE) // 2)[None, :]
     even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
     # What is not turned stays as it is: a product with 0 would lose signs of zeros, and spread infinities.

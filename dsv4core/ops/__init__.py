@@ -9,7 +9,7 @@ from dsv4core.ops.gather_rows import gather_rows
 from dsv4core.ops.indexer import index_logits, index_query, index_topk
 from dsv4core.ops.inverse_rope_quant import inverse_rope_quant
 from dsv4core.ops.linear import linear, prepare_linear
-from dsv4core.ops.norm import rms_norm
+from dsv4core.ops.norm import latent_norms, rms_norm
 from dsv4core.ops.o_proj import o_proj
 from dsv4core.ops.qk_norm_rope_insert import qk_norm_rope_insert
 from dsv4core.ops.sparse_indices import (
@@ -32,6 +32,7 @@ __all__ = [
     "index_query",
     "index_topk",
     "inverse_rope_quant",
+    "latent_norms",
     "linear",
     "mixed_sparse_indices",
     "o_proj",

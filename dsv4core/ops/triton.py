@@ -1,4 +1,4 @@
-"""The operations in Triton kernels, by the names of their definitions; norms and large products are torch's.
+"""The operations in Triton kernels, by the names of their definitions; large products are torch's.
 
 Tensors lie on a GPU, or Triton's interpreter runs (`TRITON_INTERPRET=1`). Only `prepare_linear`, which looks
 at weights, waits for the device. What a model has to be for them: `dsv4core.framework.kernels`.
@@ -10,7 +10,7 @@ from dsv4core.ops.indexer.topk_triton import index_topk
 from dsv4core.ops.indexer.triton import index_logits, index_query
 from dsv4core.ops.inverse_rope_quant.triton import inverse_rope_quant
 from dsv4core.ops.linear.triton import grouped_linear, linear, prepare_linear
-from dsv4core.ops.norm import rms_norm
+from dsv4core.ops.norm.triton import latent_norms
 from dsv4core.ops.o_proj.triton import o_proj
 from dsv4core.ops.qk_norm_rope_insert.triton import qk_norm_rope_insert
 from dsv4core.ops.sparse_indices.triton import (
@@ -31,12 +31,12 @@ __all__ = [
     "index_query",
     "index_topk",
     "inverse_rope_quant",
+    "latent_norms",
     "linear",
     "mixed_sparse_indices",
     "o_proj",
     "prepare_linear",
     "qk_norm_rope_insert",
-    "rms_norm",
     "sparse_mla",
     "visible_entries",
     "visible_slots",

@@ -160,7 +160,7 @@ def test_plots_without_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPat
 
 
 MISTAKES = [
-    (["bench.op=[forwrd]"], "bench.op names forwrd; use some of plan_step, insert_kv, compress, indexer, "),
+    (["bench.op=[forwrd]"], "bench.op names forwrd; use some of plan_step, project, insert_kv, compress, "),
     (["bench.kind=[]"], "bench.kind names nothing; use some of swa, c4a, c128a."),
     (["bench.tokens=[0]"], "bench.tokens=[0] cannot be; give numbers from 1 on."),
     (["bench.tokens=4"], "bench.tokens=4 is no list of numbers; write 'bench.tokens=[0,2]'."),

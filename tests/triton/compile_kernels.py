@@ -159,6 +159,8 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
             yield partial(attend, q, [rows[0], Rows(window, long, positions, requests)], sinks=sinks)
             other = Rows(pool(formats["bf16"].window, chip), slots)
             yield partial(attend, q, [rows[0], other], sinks=sinks)
+    latent, norms = torch.empty(TOKENS, model.q_lora_rank).bfloat16(), torch.empty(2, model.q_lora_rank)
+    yield partial(kernels.latent_norms, latent, kv, norms[0], norms[1, :512], 1e-6)
     layout = formats["fp8_ds_mla"]
     for kind, width, entries in (
         (C4A, 512, layout.compressed),

@@ -22,19 +22,17 @@ from dsv4core.fp8_triton import (
     multiplies_fp8,
     stages,
 )
-from dsv4core.model.rope_triton import angles, angles_of_rows, turned
+from dsv4core.model.rope_triton import angles, turned
 from dsv4core.ops.inverse_rope_quant.triton import inverse_rope
 
 BLOCK = 128
 """Rows and columns that share a scale."""
-FEW = 128
+FEW = 256
 """Most rows of activations for which codes are converted in registers; measured on an H200."""
-STAGES = 3
-"""Tiles of the weight in flight on NVIDIA's chips: 16 KB each."""
 SHORT, LONG = (16, 512, 2), (4, 2048, 4)
 """Rows and columns of a tile, and warps, for a single row of up to 1,024 values, and of more; on an H200."""
-HEIGHT, WARPS = 128, 4
-"""Rows of a tile, up to a block's, and warps, for several rows of activations; half as many for up to 16."""
+TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 4, 2)}
+"""Rows of a tile, warps, and tiles of the weight in flight, by rows of activations in a tile; on an H200."""
 ADDED = 1024
 """Sums that a program makes of those of several programs."""
 PROGRAMS = 256
@@ -105,7 +103,7 @@ def grouped_linear(
         weight: From `prepare_linear`, `[groups * out, in]`, `out` a multiple of 128 where there are several.
         groups: How many there are.
         out_dtype: Dtype of the result; that of `x` if None.
-        rotate_back: How rows are rotated first, if they are; few rows of FP8 weights as they are loaded.
+        rotate_back: How rows are rotated first, if they are; a single one as it is loaded.
 
     Returns:
         `[tokens, groups * out]`.
@@ -123,25 +121,24 @@ def grouped_linear(
         return torch.empty(0, weight.data.shape[0], dtype=dtype, device=x.device)
     if weight.scale is not None and tokens == 1:
         return _one(x, weight, groups, dtype, rotate_back)
-    if weight.scale is not None and (tokens <= FEW or x.dtype == torch.float32):
-        return _few(x, weight, groups, dtype, rotate_back)
     x = x if rotate_back is None else rotate_back(x)
-    parts = zip(x.chunk(groups, dim=1), _chunks(weight, groups), strict=True)
-    products = [_many(own, part, dtype) for own, part in parts]
-    return products[0] if groups == 1 else torch.cat(products, dim=1)
+    if weight.scale is not None and (tokens <= FEW or x.dtype == torch.float32):
+        return _few(x, weight, groups, dtype)
+    data = weight.data if weight.scale is None else _decoded(weight, x.dtype)
+    return _plain(x, data, dtype) if groups == 1 else _plain_groups(x, data, groups, dtype)
 
 
-def _chunks(weight: Weight, groups: int) -> list[Weight]:
-    """The weight of each group."""
-    scales = [None] * groups if weight.scale is None else weight.scale.chunk(groups)
-    pairs = zip(weight.data.chunk(groups), scales, strict=True)
-    return [Weight(data, scale, weight.block) for data, scale in pairs]
-
-
-def _many(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    if weight.scale is None:
-        return _plain(x, weight.data, dtype)
-    return _plain(x, _decoded(weight, x.dtype), dtype)
+def _plain_groups(x: torch.Tensor, weight: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """One product of all groups, which writes rows of tokens."""
+    own = x.unflatten(1, (groups, -1)).transpose(0, 1)
+    weights = weight.unflatten(0, (groups, -1)).transpose(1, 2)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+    target = out.unflatten(1, (groups, -1)).transpose(0, 1)
+    if x.dtype == weight.dtype == dtype:
+        torch.bmm(own, weights, out=target)
+    else:
+        target.copy_(own.float() @ weights.float())
+    return out
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -179,15 +176,13 @@ def _one(
     return out
 
 
-def _few(
-    x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype, rotate_back: RotateBack | None
-) -> torch.Tensor:
-    """Up to 128 rows. Where the weight has few rows, programs share its columns and their sums are added."""
+def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Several rows. Where the weight has few rows, programs share its columns and their sums are added."""
     assert weight.scale is not None
     tokens, (rows, columns) = x.shape[0], weight.data.shape
     narrow = x.dtype == torch.float32  # for the sake of shared memory: nobody serves in fp32
-    width = 16 if narrow else min(max(triton.next_power_of_2(tokens), 16), 64)
-    height = min(HEIGHT, 64) if width == 16 else HEIGHT
+    width = 16 if narrow else min(max(triton.next_power_of_2(tokens), 16), 128)
+    height, warps, in_flight = TILES[width]
     tiles = triton.cdiv(rows, height) * triton.cdiv(tokens, width)
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, tiles)), 8, columns // BLOCK)
     part = torch.float32 if splits > 1 else dtype
@@ -208,9 +203,8 @@ def _few(
         TOKENS=width,
         BLOCK=BLOCK,
         PACKED=converts_packed(x.device) and x.dtype == torch.bfloat16,
-        **_rotation(rotate_back),
-        num_warps=WARPS,
-        num_stages=1 if narrow else stages(x.device, STAGES),
+        num_warps=warps,
+        num_stages=1 if narrow else stages(x.device, in_flight),
     )
     return out[0] if splits == 1 else _sum(out, dtype)
 
@@ -315,14 +309,10 @@ def _times_rows(
     x_stride,
     scale_stride,
     split,
-    positions,
-    rope,
     HEIGHT: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
-    HEAD: tl.constexpr,
-    ROPE: tl.constexpr,
 ):
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -332,16 +322,10 @@ def _times_rows(
     codes_of = weight + row[:, None].to(tl.int64) * columns + depth[None, :]
     values_of = x + token[:, None].to(tl.int64) * x_stride + depth[None, :]
     values_of += tl.program_id(0) * HEIGHT // group * columns
-    if rope is not None:
-        position = tl.load(positions + token, mask=token < tokens, other=0)
     total = tl.zeros((TOKENS, HEIGHT), tl.float32)
     for first in range(begin, tl.minimum(begin + split, columns), BLOCK):
         codes = tl.load(codes_of + first, mask=(row < rows)[:, None], other=0)
         values = tl.load(values_of + first, mask=(token < tokens)[:, None], other=0.0)
-        if rope is not None:  # noqa: SIM102  decided when the kernel is compiled
-            if (first + BLOCK) % HEAD == 0:
-                cos, sin = angles_of_rows(rope, position, BLOCK, ROPE)
-                values = turned(values.to(tl.float32), cos, -sin, TOKENS, BLOCK, ROPE).to(values.dtype)
         scale = tl.load(scale_row + first // BLOCK)
         # A power of two times a code is exact in bf16: the product needs no second sum.
         if PACKED:
