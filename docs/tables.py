@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,26 +111,80 @@ def reasons() -> str:
     return table(("code", "what it means", "what to do"), rows)
 
 
+def measured(name: str) -> list[dict[str, Any]]:
+    """Rows of a file of results on an H200."""
+    return [json.loads(line) for line in (RESULTS / "h200" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def by_tokens(
+    rows: Iterable[dict[str, Any]],
+    head: Sequence[str],
+    key: Callable[[dict[str, Any]], tuple[Any, ...]],
+    value: Callable[[dict[str, Any]], str],
+) -> str:
+    """A line for each key, in order, and a column for each number of query tokens."""
+    found: dict[tuple[Any, ...], dict[int, str]] = {}
+    for row in rows:
+        found.setdefault(key(row), {})[row["shape"]["tokens"]] = value(row)
+    tokens = sorted({count for times in found.values() for count in times})
+    lines = [
+        (*map(str, names), *(times.get(count, "") for count in tokens))
+        for names, times in sorted(found.items())
+    ]
+    return table((*head, *(f"{count} tokens, µs" for count in tokens)), lines)
+
+
 def peers() -> str:
     """Microseconds of peers on an H200, by the rows that they read, heads and query tokens."""
-    rows = [json.loads(line) for line in (RESULTS / "h200" / "peers.jsonl").read_text().splitlines()]
-    tokens = sorted({row["shape"]["tokens"] for row in rows})
-    found: dict[tuple[str, str, str, int], dict[int, str]] = {}
-    for row in rows:
-        if row["backend"].startswith("peer:") and row["kind"] == "c4a" and row["shape"]["context"] == 65536:
-            key = (row["op"], row["backend"], row["kv_format"], row["shape"]["heads"])
-            found.setdefault(key, {})[row["shape"]["tokens"]] = f"{row['us']:,.1f}"
-    lines = [
-        (op, backend, read, str(heads), *(times.get(count, "") for count in tokens))
-        for (op, backend, read, heads), times in sorted(found.items())
+    rows = [
+        row
+        for row in measured("peers")
+        if row["backend"].startswith("peer:") and row["kind"] == "c4a" and row["shape"]["context"] == 65536
     ]
-    columns = (f"{count} tokens, µs" for count in tokens)
-    return table(("operation", "peer", "caches", "heads", *columns), lines)
+    return by_tokens(
+        rows,
+        ("operation", "peer", "caches", "heads"),
+        lambda row: (row["op"], row["backend"], row["kv_format"], row["shape"]["heads"]),
+        lambda row: f"{row['us']:,.1f}",
+    )
+
+
+def attention() -> str:
+    """Decodes' attention in Triton and in FlashMLA, of one run."""
+    rows = [row for row in measured("triton_attention") if row["op"] == "forward_mqa"]
+    return by_tokens(
+        (row for row in rows if row["phase"] == "decode"),
+        ("kind", "context", "heads", "caches", "backend"),
+        lambda row: (
+            *(row["kind"], row["shape"]["context"], row["shape"]["heads"]),
+            *(row["kv_format"], row["backend"]),
+        ),
+        lambda row: f"{row['us']:,.1f}",
+    )
+
+
+def layers() -> str:
+    """Decode layers by operation, and how far their floors are."""
+    rows = [row for row in measured("triton_attention") if row["backend"] == "triton"]
+    whole = {(row["kind"], row["shape"]["tokens"]) for row in rows if row["op"] == "layer"}
+    rows = [
+        row
+        for row in rows
+        if (row["kind"], row["shape"]["tokens"]) in whole
+        and (row["model"], row["kv_format"], row["shape"]["heads"]) == ("v4_flash", "fp8_ds_mla", 64)
+        and (row["phase"], row["shape"]["context"]) == ("decode", 65536)
+    ]
+    return by_tokens(
+        rows,
+        ("kind", "operation"),
+        lambda row: (row["kind"], row["op"]),
+        lambda row: f"{row['us']:,.1f} ({row['floor_us'] / row['us']:.0%})",
+    )
 
 
 def kernels() -> str:
     """The core's Triton kernels on an H200, with peers of the same run."""
-    rows = [json.loads(line) for line in (RESULTS / "h200" / "triton.jsonl").read_text().splitlines()]
+    rows = measured("triton")
     found: dict[tuple[str, str, str, int, int], dict[str, dict[str, float]]] = {}
     for row in rows:
         key = (row["op"], row["phase"], row["kind"], row["shape"]["tokens"], row["shape"]["context"])
@@ -157,6 +212,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "reasons": reasons,
     "peers": peers,
     "kernels": kernels,
+    "attention": attention,
+    "layers": layers,
 }
 
 

@@ -202,7 +202,8 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
     groups, low = model.o_groups, model.o_lora_rank
     wo_a, wo_b = weight(groups * low, heads * 512 // groups), weight(model.hidden_size, groups * low)
     wq_b = weight(heads * 512, model.q_lora_rank)
-    for tokens, dtype in ((1, BF16), (8, BF16), (8, torch.float32), (64, BF16), (129, BF16)):
+    sizes = ((8, torch.float32), *((tokens, BF16) for tokens in (1, 8, 32, 64, 129, 257)))
+    for tokens, dtype in sizes:
         attended, where = torch.empty(tokens, heads, 512, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
         yield partial(kernels.o_proj, attended, where, rope, wo_a, wo_b, groups)
         yield partial(kernels.linear, torch.empty(tokens, model.q_lora_rank, dtype=dtype), wq_b)
