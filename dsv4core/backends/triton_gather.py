@@ -53,12 +53,12 @@ class Side:
 
     def gather(self, cache: KVCache, model: ModelShape, dtype: torch.dtype) -> KVCache:
         """A workspace of decoded rows, as attention reads them."""
-        rows = round_up(len(self.first) * self.height, PAGE)
-        decoded = kernels.gather_rows(
-            *(cache, self.table, self.first, self.count, self.height, model.head_dim, dtype), rows
-        )
-        plain = cache_layout(model, _format(dtype), "fp8").window
-        return KVCache(decoded.view(-1, PAGE, model.head_dim), plain)
+        requests, width = len(self.first), model.head_dim
+        pages = -(-requests * self.height // PAGE)
+        pool = torch.empty(pages, PAGE, width, dtype=dtype, device=self.first.device)
+        rows = pool.flatten(0, 1)[: requests * self.height].unflatten(0, (requests, self.height))
+        kernels.gather_rows(cache, self.table, self.first, self.count, rows)
+        return KVCache(pool, cache_layout(model, _format(dtype), "fp8").window)
 
 
 def _format(dtype: torch.dtype) -> str:

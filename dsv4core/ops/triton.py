@@ -15,6 +15,7 @@ from dsv4core.ops.o_proj.triton import o_proj
 from dsv4core.ops.qk_norm_rope_insert.triton import qk_norm_rope_insert
 from dsv4core.ops.sparse_indices.triton import (
     entry_slots,
+    gathered_indices,
     mixed_sparse_indices,
     visible_entries,
     visible_slots,
@@ -26,6 +27,7 @@ __all__ = [
     "compress",
     "entry_slots",
     "gather_rows",
+    "gathered_indices",
     "grouped_linear",
     "index_logits",
     "index_query",

@@ -18,6 +18,7 @@ MODULES = (
     "dsv4core.kvcache",
     "dsv4core.ops",
     "dsv4core.ops.triton",
+    "dsv4core.step",
     "dsv4core.testing.conformance",
     "dsv4core.testing.fakes",
     "dsv4core.testing.signatures",

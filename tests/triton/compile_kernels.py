@@ -149,7 +149,8 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
         attend = partial(kernels.sparse_mla, softmax_scale=model.softmax_scale)
         yield partial(attend, q, rows, sinks=sinks)
         yield partial(attend, q[:1, :8], rows[:1], want_lse=True)
-        yield partial(kernels.gather_rows, window, table.block_table, positions, positions, 64, 512, BF16)
+        workspace = torch.empty(TOKENS, 64, 512, dtype=BF16)
+        yield partial(kernels.gather_rows, window, table.block_table, positions, positions, workspace)
         if name == "fp8_e4m3":
             yield partial(insert, q_dtype=torch.float8_e4m3fn, q_scale=torch.ones(1))
         if name == "fp8_ds_mla":
@@ -197,6 +198,10 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
     yield partial(kernels.entry_slots, torch.zeros(TOKENS, model.index_topk, dtype=torch.int32), *place)
     yield partial(kernels.visible_slots, positions, *place, 8192)
     yield partial(kernels.visible_entries, positions, model.index_topk)
+    gathered = (positions, requests, positions, 64, 512, 128)
+    yield partial(kernels.gathered_indices, slots, *gathered)
+    yield partial(kernels.gathered_indices, None, *gathered, positions)
+    yield partial(kernels.gathered_indices, None, *gathered)
     yield partial(kernels.mixed_sparse_indices, slots[:, :128], slots, (64, 73), (64, 64))
     yield partial(kernels.inverse_rope_quant, q, positions, rope)
     groups, low = model.o_groups, model.o_lora_rank

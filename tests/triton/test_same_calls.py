@@ -18,6 +18,6 @@ def test_signatures(name: str) -> None:
 
 
 def test_what_only_one_of_them_has() -> None:
-    """Kernels have no gathered table and no single norm; `o_proj` is defined with its product of groups."""
-    assert set(ops.__all__) - set(SHARED) == {"Rows", "gathered_indices", "rms_norm"}
+    """Kernels have no single norm; `o_proj` is defined with its product of groups."""
+    assert set(ops.__all__) - set(SHARED) == {"Rows", "rms_norm"}
     assert set(kernels.__all__) - set(SHARED) == {"grouped_linear"}

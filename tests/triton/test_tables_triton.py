@@ -56,6 +56,25 @@ def test_mixed_table(chosen: int | None) -> None:
         assert torch.equal(found, due)
 
 
+@pytest.mark.parametrize("attended", ["none", "some", "all"])
+def test_gathered_table(attended: str) -> None:
+    """Rows of a workspace of three requests: nothing, all or some entries in front of the window's tokens."""
+    positions, window = POSITIONS.clone(), 128
+    first = torch.tensor([0, 100, 0], device=DEVICE)
+    positions[1] = 230
+    chosen = torch.randint(1300, (8, 1030), device=DEVICE).int()
+    chosen = torch.where(torch.arange(1030, device=DEVICE) < VISIBLE[:, None], chosen, -1).int()[:, :1027]
+    arguments = (positions, REQUESTS, first, 1300, 1700, window)
+    selected = chosen if attended == "some" else None
+    visible = VISIBLE if attended == "all" else None
+    for found, due in zip(
+        kernels.gathered_indices(selected, *arguments, visible),
+        ops.gathered_indices(selected, *arguments, visible),
+        strict=True,
+    ):
+        assert torch.equal(found, due)
+
+
 def test_no_query() -> None:
     nothing = POSITIONS[:0]
     assert kernels.window_slots(nothing, REQUESTS[:0], table(64), 64, 128).shape == (0, 128)

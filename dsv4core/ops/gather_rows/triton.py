@@ -19,19 +19,16 @@ def gather_rows(
     block_table: torch.Tensor,
     first: torch.Tensor,
     count: torch.Tensor,
-    height: int,
-    width: int,
-    dtype: torch.dtype,
-    rows: int | None = None,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """As the definition, for rows whose width is a power of two."""
-    requests, pages = block_table.shape
-    out = torch.empty(rows or requests * height, width, dtype=dtype, device=first.device)
+    (requests, pages), (_, height, width) = block_table.shape, out.shape
     if out.numel():
         own = cache_arguments(cache)
         _gather_rows[(requests, triton.cdiv(height, ROWS))](
             *(own[name] for name in ("pool", "page_stride", "scale")),
-            *(block_table, block_table.stride(0), pages, first, count, out, height),
+            *(block_table, block_table.stride(0), pages, first, count),
+            *(out, out.stride(0), out.stride(1), height),
             FORMAT=own["FORMAT"],
             FNUZ=own["FNUZ"],
             PAGE_SIZE=cache.page_size,
@@ -39,7 +36,6 @@ def gather_rows(
             WIDTH=width,
             num_warps=4,
         )
-    return out
 
 
 @triton.jit(do_not_specialize=["pages", "height"])
@@ -53,6 +49,8 @@ def _gather_rows(
     first,
     count,
     out,
+    request_stride,
+    row_stride,
     height,
     FORMAT: tl.constexpr,
     FNUZ: tl.constexpr,
@@ -74,5 +72,5 @@ def _gather_rows(
         *(codes, exponent, rotated, mine, scale, scale),
         *(FORMAT, FNUZ, 0, False, ROWS, WIDTH, out.dtype.element_ty),
     )
-    place = (request.to(tl.int64) * height + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out + place, values, mask=(slot >= 0)[:, None])
+    place = request.to(tl.int64) * request_stride + row * row_stride
+    tl.store(out + place[:, None] + tl.arange(0, WIDTH)[None, :], values, mask=(slot >= 0)[:, None])

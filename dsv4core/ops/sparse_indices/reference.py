@@ -97,26 +97,30 @@ def gathered_indices(
     entries: int,
     rows: int,
     window: int,
+    visible: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of a workspace that holds each request's entries, then its window tokens.
 
     Args:
-        selected: `[tokens, k]` int32 request-local entries, valid ones first, then -1; None without a
-            compressor.
+        selected: `[tokens, k]` int32 request-local entries, valid ones first, then -1; None for all that
+            are visible.
         positions: `[tokens]` int64.
         token_to_request: `[tokens]` request within the workspace.
         first_token: `[requests]` position of each request's first gathered window token.
         entries: Rows for entries at the front of each request.
         rows: Rows of each request.
         window: Tokens that a query sees, its own included.
+        visible: `[tokens]` entries that each query sees, from the front; None without a compressor.
 
     Returns:
         `[tokens, round_up(k + window, 128)]` int32, entries first, then window tokens, without a gap, -1 at
-        the tail; and `[tokens]` int32 lengths. 128 suits FlashMLA's prefill at 64 and at 128 heads.
+        the tail; and `[tokens]` int32 lengths. `k` is `entries` where all visible ones are attended. 128
+        suits FlashMLA's prefill at 64 and at 128 heads.
     """
     request = token_to_request.long()[:, None]
     if selected is None:
-        selected = torch.empty(positions.shape[0], 0, dtype=torch.int32, device=positions.device)
+        none = torch.zeros_like(positions)
+        selected = visible_entries(none if visible is None else visible, 0 if visible is None else entries)
     seen = positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
     local = torch.where(seen >= 0, entries + seen - first_token.long()[request.flatten(), None], -1)
     local = torch.cat([selected.long(), local], dim=1)

@@ -57,6 +57,40 @@ def visible_entries(visible: torch.Tensor, width: int) -> torch.Tensor:
     return entries
 
 
+def gathered_indices(
+    selected: torch.Tensor | None,
+    positions: torch.Tensor,
+    token_to_request: torch.Tensor,
+    first_token: torch.Tensor,
+    entries: int,
+    rows: int,
+    window: int,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the definition."""
+    most = 0 if selected is None and visible is None else entries if selected is None else selected.shape[1]
+    table = _table(positions, round_up(most + window, 128))
+    lengths = torch.empty(positions.shape[0], dtype=torch.int32, device=positions.device)
+    if lengths.numel():
+        _gathered[(positions.shape[0],)](
+            selected,
+            0 if selected is None else selected.stride(0),
+            visible,
+            positions,
+            token_to_request,
+            first_token,
+            table,
+            lengths,
+            most,
+            entries,
+            rows,
+            window,
+            table.shape[1],
+            COLUMNS=COLUMNS,
+        )
+    return table, lengths
+
+
 def mixed_sparse_indices(
     window: torch.Tensor,
     compressed: torch.Tensor | None,
@@ -142,6 +176,46 @@ def _all(visible, most, requests, table, slots, width, rows, pages, stride, page
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.where(column < tl.load(visible + token), column, -1)
     _store_slots(number, token, column, requests, table, slots, width, rows, pages, stride, page_size)
+
+
+@triton.jit(do_not_specialize=["most", "entries", "rows"])
+def _gathered(
+    selected,
+    row,
+    visible,
+    positions,
+    requests,
+    first,
+    table,
+    lengths,
+    most,
+    entries,
+    rows,
+    window,
+    width,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position, request = tl.load(positions + token), tl.load(requests + token).to(tl.int64)
+    known = tl.minimum(position + 1, window)
+    chosen = tl.zeros((), tl.int64)
+    if selected is not None:
+        for begin in range(0, most, COLUMNS):
+            column = begin + tl.arange(0, COLUMNS)
+            valid = tl.load(selected + token * row + column, mask=column < most, other=-1) >= 0
+            chosen += tl.sum(valid.to(tl.int64), 0)
+    elif visible is not None:
+        chosen += tl.minimum(tl.load(visible + token), most)
+    oldest = entries + position - known + 1 - tl.load(first + request)
+    for begin in range(0, width, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        number = column.to(tl.int64)
+        if selected is not None:
+            number = tl.load(selected + token * row + column, mask=column < chosen, other=-1).to(tl.int64)
+        number = tl.where(column < chosen, number, oldest + column - chosen)
+        place = tl.where(column < chosen + known, request * rows + number, -1)
+        tl.store(table + token * width + column, place.to(tl.int32), mask=column < width)
+    tl.store(lengths + token, (chosen + known).to(tl.int32))
 
 
 @triton.jit
