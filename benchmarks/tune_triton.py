@@ -192,7 +192,7 @@ SWEEPS = {
         linear,
         {
             "TILES": [dict.fromkeys(linear.TILES, tile) for tile in product((64, 128), (4, 8), (2, 3, 4))],
-            "PROGRAMS": (128, 256, 512),
+            "PROGRAMS": (128, 256),
         },
         tuple((tokens, *size) for tokens in (8, 32, 64, 256) for size in ((32768, 1024), (4096, 8192))),
         products,
@@ -219,7 +219,7 @@ SWEEPS = {
 
 
 def many_rows(tokens: int, rows: int, columns: int) -> None:
-    """A decoded weight and torch's bf16 product, beside its product of blocks that are quantised already."""
+    """From codes; a decoded weight and torch's bf16 product; its product of quantised blocks."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
@@ -235,7 +235,12 @@ def many_rows(tokens: int, rows: int, columns: int) -> None:
 
     own = Weight(weight, ones, (128, 128))
     due = x.float() @ weight.float().T
-    for name, call in (("decoded", lambda: linear.linear(x, own)), ("quantised", quantised)):
+    ways: dict[str, Call] = {
+        "codes": lambda: linear._few(x, own, 1, x.dtype),
+        "decoded": lambda: linear._plain(x, linear._decoded(own, x.dtype), x.dtype),
+        "quantised": quantised,
+    }
+    for name, call in ways.items():
         error = float((call().float() - due).norm() / due.norm())
         us = microseconds([call], DEVICE, graph=True)
         print(

@@ -131,7 +131,7 @@ def by_tokens(
         (*map(str, names), *(times.get(count, "") for count in tokens))
         for names, times in sorted(found.items())
     ]
-    return table((*head, *(f"{count} tokens, µs" for count in tokens)), lines)
+    return table((*head, *(f"{count} token{'s' * (count > 1)}, µs" for count in tokens)), lines)
 
 
 def peers() -> str:
@@ -143,7 +143,7 @@ def peers() -> str:
     ]
     return by_tokens(
         rows,
-        ("operation", "peer", "caches", "heads"),
+        ("operation", "backend", "caches", "heads"),
         lambda row: (row["op"], row["backend"], row["kv_format"], row["shape"]["heads"]),
         lambda row: f"{row['us']:,.1f}",
     )
@@ -156,15 +156,18 @@ def attention() -> str:
         (row for row in rows if row["phase"] == "decode"),
         ("kind", "context", "heads", "caches", "backend"),
         lambda row: (
-            *(row["kind"], row["shape"]["context"], row["shape"]["heads"]),
-            *(row["kv_format"], row["backend"]),
+            row["kind"],
+            f"{row['shape']['context']:,}",
+            row["shape"]["heads"],
+            row["kv_format"],
+            row["backend"],
         ),
         lambda row: f"{row['us']:,.1f}",
     )
 
 
 def layers() -> str:
-    """Decode layers by operation, and how far their floors are."""
+    """Decode layers by operation; in brackets the share of the time that their floors are."""
     rows = [row for row in measured("triton_attention") if row["backend"] == "triton"]
     whole = {(row["kind"], row["shape"]["tokens"]) for row in rows if row["op"] == "layer"}
     rows = [

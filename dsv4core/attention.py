@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -112,27 +113,28 @@ class DeepseekV4Attention:
             `[tokens, hidden_size]` of `x.dtype`, this rank's partial sum over heads; and the entries that
             were attended, as `selected`, for layers that share them.
         """
-        projected = self.project(x)
+        q, chosen = self._before_attention(self.project(x), caches, step, selected)
+        return self.o_proj(self.attend(q, chosen, caches, step, kind_state), step), chosen
 
-        def insert() -> torch.Tensor:
-            return self.insert_kv(projected, caches, step)
-
-        def compress() -> None:
-            with self._observe("compress"):
-                self._compress(projected.entry, "compressed", caches, step)
+    def _before_attention(
+        self, projected: Projected, caches: LayerCaches, step: Step, selected: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries, and entries to attend; the caches are written. Beside each other where the plan allows."""
 
         def choose() -> torch.Tensor | None:
-            with self._observe("compress"):
-                self._compress(projected.index_entry, "index", caches, step)
+            self._compress(projected.index_entry, "index", caches, step)
             return self.select(projected, caches, step) if selected is None else selected
 
-        # The indexer takes longest: it stays on the stream that attention follows on.
-        branches: list[Callable[[], Any]] = [insert, compress, choose]
+        branches: list[Callable[[], Any]] = [
+            partial(self.insert_kv, projected, caches, step),
+            partial(self._compress, projected.entry, "compressed", caches, step),
+            choose,  # takes longest: it stays on the stream that attention follows on
+        ]
         if self.bound.plan.branches:
-            q, _, selected = side_by_side(branches, x.device, step.num_tokens)
+            q, _, chosen = side_by_side(branches, projected.kv.device, step.num_tokens)
         else:
-            q, _, selected = (branch() for branch in branches)
-        return self.o_proj(self.attend(q, selected, caches, step, kind_state), step), selected
+            q, _, chosen = (branch() for branch in branches)
+        return q, chosen
 
     def project(self, x: torch.Tensor) -> Projected:
         """All products with the layer's input and with its query latent."""
@@ -170,13 +172,15 @@ class DeepseekV4Attention:
 
     def compress(self, projected: Projected, caches: LayerCaches, step: Step) -> None:
         """Store compressor states and the entries that this step completes, the indexer's included."""
-        with self._observe("compress"):
-            self._compress(projected.entry, "compressed", caches, step)
-            self._compress(projected.index_entry, "index", caches, step)
+        self._compress(projected.entry, "compressed", caches, step)
+        self._compress(projected.index_entry, "index", caches, step)
 
     def _compress(self, entry: torch.Tensor | None, target: str, caches: LayerCaches, step: Step) -> None:
-        if entry is None:
-            return
+        if entry is not None:
+            with self._observe("compress"):
+                self._compress_entry(entry, target, caches, step)
+
+    def _compress_entry(self, entry: torch.Tensor, target: str, caches: LayerCaches, step: Step) -> None:
         if self.bound.compress is not None:
             self.bound.compress(entry, step.positions, caches, step, target)
             return

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 MOST_TOKENS = 256
-"""Query tokens of a step, beyond which one branch fills a GPU (measured on an H200)."""
+"""Query tokens of a step, beyond which one branch fills a GPU.
+
+Layers of C4A of V4-Flash with `backend=triton` on an H200, 65,536 tokens of context, one after the other and
+beside each other: 128.7 and 123.6 µs for one query token, 207.8 and 201.6 for 16, 267.0 and 261.0 for 64,
+421.3 and 415.2 for 128, 714.0 and 712.1 for 256; of C128A 1 µs less up to 128.
+"""
 
 
 def side_by_side(branches: Sequence[Callable[[], Any]], device: torch.device, tokens: int) -> list[Any]:
@@ -30,14 +35,17 @@ def side_by_side(branches: Sequence[Callable[[], Any]], device: torch.device, to
     if device.type != "cuda" or tokens > MOST_TOKENS or not torch.cuda.is_current_stream_capturing():
         return [branch() for branch in branches]
     current = torch.cuda.current_stream(device)
-    results, sides = [], [_stream(device, number) for number in range(len(branches) - 1)]
-    for side, branch in zip(sides, branches, strict=False):
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            results.append(branch())
-    results.append(branches[-1]())
-    for side in sides:
-        current.wait_stream(side)
+    *others, last = branches
+    results, sides = [], [_stream(device, number) for number in range(len(others))]
+    try:
+        for side, branch in zip(sides, others, strict=True):
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                results.append(branch())
+        results.append(last())
+    finally:  # a capture that ends before would hide what was raised
+        for side in sides:
+            current.wait_stream(side)
     return results
 
 

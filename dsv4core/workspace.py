@@ -11,6 +11,9 @@ QUERY_TILE = 64
 MOST_SHARED = 4
 """A tile reads at most this many times the rows of one query, else it is halved."""
 
+MOST_PARTS = 512
+"""Programs of a product whose sums are added, at most: fewer than twice as many as are wanted."""
+
 MOST_PROGRAMS = 640
 """Most programs of 64 heads that share sums of parts: as many as a GPU has processors, or twice that."""
 
@@ -47,7 +50,7 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
 
     The step's tables of slots and of work, and the most of these. Attention: the slots of entries, and sums
     of parts. Compressor: pooled rows. Top-k: the best of each chunk, twice. Output projection: heads rotated
-    back; low-rank rows; sums of parts, or weights in two bytes.
+    back; low-rank rows; sums of parts, or weights as activations.
 
     Args:
         layer: The layer.
@@ -63,8 +66,8 @@ def kernel_bytes(layer: LayerSpec, limits: Limits) -> int:
     size = chunk_size(max(chosen, 1))
     narrowed = 2 * 8 * turn * chosen * -(-entries // size) if entries > size else 0
     tables = tokens * (model.sliding_window + 6) + limits.max_requests * (entries + 18) + MOST_PROGRAMS
-    parts = 4 * MOST_PROGRAMS * 128 * 128
-    weights = 2 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
+    parts = 4 * MOST_PARTS * 128 * 128
+    weights = 4 * max(low_rank * heads // layer.num_groups, low_rank * model.hidden_size)
     projection = tokens * (4 * heads + 6 * low_rank + 4 * model.hidden_size) + max(parts, weights)
     return 4 * tables + max(attention, 4 * tokens * model.head_dim, narrowed, projection)
 

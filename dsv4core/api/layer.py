@@ -71,15 +71,16 @@ class LayerPlan:
             exact zeros and their sink is minus infinity.
         q_dtype: Dtype name of the q that `dsv4_forward_mqa` receives.
         output: The attention output's form.
-        workspace_bytes: Most bytes that a hook takes from torch's allocator besides what it returns; a step's
-            state keeps no more than that, either.
+        workspace_bytes: Most bytes that a hook takes from torch's allocator besides what it returns, each of
+            those that run beside each other; a step's state keeps no more than that, either.
         variant: Kernel variant, for people.
         own_ops: Names from `OWN_OPS` that this backend does itself.
         core_ops: What the core does the others with, and its projections: `torch` are the definitions,
             `triton` the kernels of `dsv4core.ops.triton`, which need the package triton and a GPU.
         consumes: Names of weights that the core may free after `dsv4_init_layer_buffers`.
         branches: Whether hooks before attention may run beside each other, on streams of their own: inserting
-            keys, each compressor with what reads its entries. They share no memory that they write.
+            keys, compressing attended entries, and the indexer with its compressor. None of them writes what
+            another reads or writes.
     """
 
     padded_q_heads: int

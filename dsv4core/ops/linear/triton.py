@@ -24,6 +24,7 @@ from dsv4core.fp8_triton import (
 )
 from dsv4core.model.rope_triton import angles, turned
 from dsv4core.ops.inverse_rope_quant.triton import inverse_rope
+from dsv4core.workspace import MOST_PARTS
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -31,11 +32,13 @@ FEW = 256
 """Most rows of activations for which codes are converted in registers; measured on an H200."""
 SHORT, LONG = (16, 512, 2), (4, 2048, 4)
 """Rows and columns of a tile, and warps, for a single row of up to 1,024 values, and of more; on an H200."""
+NARROW = 16
+"""Rows of activations in a tile where they are fp32, for the sake of shared memory: nobody serves in it."""
 TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 4, 2)}
 """Rows of a tile, warps, and tiles of the weight in flight, by rows of activations in a tile; on an H200."""
 ADDED = 1024
 """Sums that a program makes of those of several programs."""
-PROGRAMS = 256
+PROGRAMS = MOST_PARTS // 2
 """Programs that a product of few rows is divided into at least, as far as its columns allow."""
 
 
@@ -103,7 +106,7 @@ def grouped_linear(
         weight: From `prepare_linear`, `[groups * out, in]`, `out` a multiple of 128 where there are several.
         groups: How many there are.
         out_dtype: Dtype of the result; that of `x` if None.
-        rotate_back: How rows are rotated first, if they are; a single one as it is loaded.
+        rotate_back: How rows are rotated first, if they are; a single one of FP8 weights as it is loaded.
 
     Returns:
         `[tokens, groups * out]`.
@@ -180,8 +183,8 @@ def _few(x: torch.Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> to
     """Several rows. Where the weight has few rows, programs share its columns and their sums are added."""
     assert weight.scale is not None
     tokens, (rows, columns) = x.shape[0], weight.data.shape
-    narrow = x.dtype == torch.float32  # for the sake of shared memory: nobody serves in fp32
-    width = 16 if narrow else min(max(triton.next_power_of_2(tokens), 16), 128)
+    narrow = x.dtype == torch.float32
+    width = NARROW if narrow else min(max(triton.next_power_of_2(tokens), 16), 128)
     height, warps, in_flight = TILES[width]
     tiles = triton.cdiv(rows, height) * triton.cdiv(tokens, width)
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, tiles)), 8, columns // BLOCK)
