@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 JOB := plugins/engine_vllm/tests/engine
 ARGS ?=
 
-.PHONY: run test test-gpu sanitize test-vllm lint docs clean
+.PHONY: run test test-gpu test-gpu-flashmla sanitize test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
@@ -20,6 +20,10 @@ test: $(VENV)/.installed-dev lint docs
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 	$(BIN)/python -m pytest tests/triton $(ARGS)
+
+# The plugins' own, where their libraries are installed.
+test-gpu-flashmla: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest plugins/nvidia_flashmla/tests $(ARGS)
 
 # Every access of the kernels, where their reads and writes are checked one by one: minutes on an H200.
 sanitize: $(VENV)/.installed-dev
@@ -58,7 +62,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm
+	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm --editable plugins/nvidia_flashmla
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -23,6 +23,12 @@ from dsv4core.model.shapes import PRESETS
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 MODEL = PRESETS["v4_flash"]
+OURS = {
+    "reference": "dsv4core.backends.reference",
+    "triton": "dsv4core.backends.triton",
+    "flashmla": "dsv4_plugin_flashmla.plugin",
+}
+"""Backends of the repository, and their modules."""
 PROVEN: dict[str, tuple[str, str, str]] = json.loads((DOCS / "proven.json").read_text())
 """By backend: contract-tested, compiles for, ran on."""
 FIXES = {
@@ -65,11 +71,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def support() -> str:
     """The repository's backends, then those that are not released."""
     rows = []
-    for name in ("reference", "triton"):
-        info = import_module(f"dsv4core.backends.{name}").dsv4_backend_info()
+    for name, module in OURS.items():
+        info = import_module(module).dsv4_backend_info()
         rows.append((f"`{name}`", info.summary, ", ".join(info.platforms), *PROVEN[name]))
     rows += [
-        (f"`{name}`", known.summary, "not released", "–", "–", "–") for name, known in KNOWN_BACKENDS.items()
+        (f"`{name}`", known.summary, "not released", "–", "–", "–")
+        for name, known in KNOWN_BACKENDS.items()
+        if name not in OURS
     ]
     return table(("backend", "what", "platforms", "contract-tested", "compiles for", "ran on"), rows)
 

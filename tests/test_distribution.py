@@ -55,7 +55,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The core's wheel, made from its sdist as an index would have it."""
     folder = tmp_path_factory.mktemp("core")
     with tarfile.open(build("sdist", ROOT, folder / "sdist")) as tar:
-        tar.extractall(folder / "source", filter="data")
+        # Python 3.10.11 and 3.11.3 are the last without filters; the archive is our own.
+        tar.extractall(folder / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return build("wheel", next((folder / "source").iterdir()), folder / "wheel")
 
 
@@ -95,7 +96,7 @@ PLUGINS = sorted((ROOT / "plugins").glob("*/pyproject.toml"))
 
 @pytest.mark.parametrize("project", PLUGINS, ids=lambda path: path.parent.name)
 def test_a_plugin_asks_for_this_core(project: Path) -> None:
-    asked = re.search(r'"dsv4core(>=[^"]+)"', project.read_text())
+    asked = re.search(r'"dsv4core(?:\[\w+\])?(>=[^"]+)"', project.read_text())
     assert asked is not None
     assert SpecifierSet(asked[1]).contains(__version__, prereleases=True)
 

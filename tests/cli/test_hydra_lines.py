@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv4core.framework.discovery import discover
 from dsv4core.testing.fakes import install_backend
 
 pytestmark = pytest.mark.network
@@ -74,6 +75,8 @@ def application(tmp_path: Path) -> Path:
     return tmp_path
 
 
+INSTALLED = sorted(discover())
+"""Beside those of a test: the core's, and the repository's plugins."""
 NO_FILES = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
 
 
@@ -100,7 +103,7 @@ def test_it_sweeps(line: tuple[str, Path], application: Path) -> None:
 
 def test_its_help_lists_the_backends(line: tuple[str, Path], application: Path) -> None:
     done = python(line, "app.py", "--help", cwd=application)
-    assert "dsv4/backend: acme, auto, reference, triton\n" in done.stdout
+    assert f"dsv4/backend: {', '.join(sorted(['acme', 'auto', *INSTALLED]))}\n" in done.stdout
 
 
 def test_its_shell_completes_the_backends(
@@ -108,15 +111,13 @@ def test_its_shell_completes_the_backends(
 ) -> None:
     monkeypatch.setenv("COMP_LINE", "python app.py dsv4/backend=")
     done = python(line, "app.py", "-sc", "query=bash", cwd=application)
-    assert done.stdout.split() == [f"dsv4/backend={name}" for name in ("acme", "auto", "reference", "triton")]
+    assert done.stdout.split() == [f"dsv4/backend={name}" for name in sorted(["acme", "auto", *INSTALLED])]
 
 
 def test_it_may_leave_backends_out(line: tuple[str, Path], application: Path) -> None:
     file = application / "app.py"
     file.write_text(
-        file.read_text().replace(
-            '"dsv4/backend")', '"dsv4/backend", disable=["broken", "reference", "triton"])'
-        )
+        file.read_text().replace('"dsv4/backend")', f'"dsv4/backend", disable={["broken", *INSTALLED]})')
     )
     done = python(line, "app.py", *NO_FILES, cwd=application)
     assert "AutoOptions" in done.stdout

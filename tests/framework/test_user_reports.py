@@ -85,7 +85,7 @@ def resolved(request: Request, name: str) -> KVCacheLayout | str:
         return str(error.decisions[0].reasons[0])
 
 
-@pytest.mark.parametrize("name", sorted(discover()))
+@pytest.mark.parametrize("name", ["reference", "triton"])
 def test_a02_what_is_accepted_is_what_a_pool_can_hold(
     name: str, request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:

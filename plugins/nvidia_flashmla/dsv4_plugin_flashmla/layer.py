@@ -1,0 +1,205 @@
+"""What the backend keeps for a layer, and for a step of all layers of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dsv4_plugin_flashmla import calls, library
+from dsv4_plugin_flashmla.calls import Pool
+from dsv4_plugin_flashmla.plugin import MOST_ROWS
+from dsv4_plugin_flashmla.prefill import Chunk, chunks
+from dsv4core import ops
+from dsv4core.api import (
+    AttentionOutput,
+    DSV4Error,
+    LayerCaches,
+    LayerKind,
+    LayerPlan,
+    LayerSpec,
+    LayerWeights,
+    Request,
+    Step,
+)
+
+
+def operations_of(plan: LayerPlan) -> Any:
+    """The core's operations: kernels, or the definitions where there is no GPU."""
+    if plan.core_ops == "torch":
+        return ops
+    from dsv4core.ops import triton
+
+    return triton
+
+
+class SharedStep:
+    """Index tables and tile schedules, which a plan makes anew: a schedule of other lengths is a wrong one.
+
+    Queries that read rows in place are those of decodes, and those of prefills where these do not gather.
+    """
+
+    def __init__(
+        self, request: Request, kind: LayerKind, plan: LayerPlan, gathers: bool, device: torch.device
+    ) -> None:
+        """Keep what does not change.
+
+        Args:
+            request: What was selected for.
+            kind: The layers' kind.
+            plan: Their plan.
+            gathers: Whether prefills gather rows.
+            device: Where.
+        """
+        self.kind, self._request, self._gathers = kind, request, gathers
+        self._operations = operations_of(plan)
+        self._multiple = 64 if plan.padded_q_heads == 64 else 128
+        self.turns: list[tuple[slice, Any]] = []
+        self.window: torch.Tensor
+        self.window_lengths: torch.Tensor
+        self.entries: torch.Tensor | None = None
+        self.entry_lengths: torch.Tensor | None = None
+        self.chunks: Sequence[Chunk] = ()
+
+    def plan(self, step: Step) -> None:
+        """The tables and holders of one step."""
+        self.chunks = tuple(chunks(step, self.kind, self._request)) if self._gathers else ()
+        count = step.num_decode_tokens if self.chunks else step.num_tokens
+        bounds = (slice(begin, min(begin + MOST_ROWS, count)) for begin in range(0, count, MOST_ROWS))
+        self.turns = [(tokens, calls.schedule()) for tokens in bounds]
+        positions, requests, window = step.positions[:count], step.token_to_request[:count], step.window
+        seen = self._request.model.sliding_window
+        slots = self._operations.window_slots(positions, requests, window.block_table, window.page_size, seen)
+        self.window, self.window_lengths = self.padded(slots), (positions + 1).clamp_max(seen).int()
+        if self.kind.ratio is not None:
+            visible = (positions + 1) // self.kind.ratio
+            self._plan_entries(step, visible, requests)
+
+    def _plan_entries(self, step: Step, visible: torch.Tensor, requests: torch.Tensor) -> None:
+        if self.kind.select == "top_k":
+            self.entry_lengths = visible.clamp_max(self._request.model.index_topk).int()
+            return
+        table, longest = step.compressed[self.kind.name], step.limits.max_model_len
+        if step.host_lengths is not None and not self._request.graph:
+            longest = max(step.host_lengths.total, default=0)
+        width = self._round(self.kind.visible_entries(longest))
+        self.entries = self._operations.visible_slots(
+            visible, requests, table.block_table, table.page_size, width
+        )
+        self.entry_lengths = visible.clamp_max(width).int()
+
+    def chosen(self, selected: torch.Tensor, step: Step) -> torch.Tensor:
+        """Slots of the entries that queries in place have chosen in one layer."""
+        table, count = step.compressed[self.kind.name], len(self.window)
+        requests = step.token_to_request[:count]
+        slots: torch.Tensor = self._operations.entry_slots(
+            selected[:count], requests, table.block_table, table.page_size
+        )
+        return self.padded(slots)
+
+    def padded(self, slots: torch.Tensor) -> torch.Tensor:
+        """As wide as the kernels take it."""
+        width = slots.shape[1]
+        missing = self._round(width) - width
+        return torch.nn.functional.pad(slots, (0, missing), value=-1) if missing else slots
+
+    def _round(self, width: int) -> int:
+        return max(1, -(-width // self._multiple)) * self._multiple
+
+
+class Layer:
+    """One layer's sinks, padded, and its output projection."""
+
+    def __init__(
+        self, layer: LayerSpec, plan: LayerPlan, weights: LayerWeights, device: torch.device
+    ) -> None:
+        self.layer, self.plan, self.rope = layer, plan, weights.rope
+        self._operations = operations_of(plan)
+        self._sinks = torch.full((plan.padded_q_heads,), float("-inf"), device=device)
+        self._sinks[: layer.num_heads] = weights["attn_sink"].data.float()
+        self._deep_gemm = plan.core_ops == "triton" and library.has_deep_gemm("host")
+        self._weights: tuple[Any, Any] | None = None
+        if "wo_a" in weights.tensors and "wo_b" in weights.tensors:
+            wo_b = self._operations.prepare_linear(weights["wo_b"])
+            self._weights = (self._prepared(weights), wo_b)
+
+    def _prepared(self, weights: LayerWeights) -> Any:
+        if not self._deep_gemm:
+            return self._operations.prepare_linear(weights["wo_a"])
+        from dsv4core.ops.o_proj import deepgemm
+
+        return deepgemm.prepare_wo_a(weights["wo_a"], self.layer.num_groups)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        selected: torch.Tensor | None,
+        step: Step,
+        kind_state: SharedStep,
+        want_lse: bool,
+        apply_sink: bool,
+    ) -> AttentionOutput:
+        """Attend over the window and the selected entries, or all of them."""
+        sinks, scale = self._sinks if apply_sink else None, self.layer.model.softmax_scale
+        parts: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+        pools = self._pools(caches, selected, step, kind_state) if kind_state.turns else []
+        for tokens, holder in kind_state.turns:
+            own = [Pool(pool.cache, pool.slots[tokens], pool.lengths[tokens]) for pool in pools]
+            parts.append((tokens, *calls.decode(q[tokens], own, scale, sinks, holder)))
+        for chunk in kind_state.chunks:
+            window = self.layer.model.sliding_window
+            parts += chunk.attend(q, caches, selected, window, scale, sinks, self._operations)
+        out, lse = _whole(q, parts)
+        return AttentionOutput(out, calls.contract_lse(lse, self.layer.num_heads) if want_lse else None)
+
+    def _pools(
+        self, caches: LayerCaches, selected: torch.Tensor | None, step: Step, kind_state: SharedStep
+    ) -> list[Pool]:
+        pools = [Pool(caches.window, kind_state.window, kind_state.window_lengths)]
+        if caches.compressed is not None and kind_state.entry_lengths is not None:
+            slots = kind_state.entries if selected is None else kind_state.chosen(selected, step)
+            assert slots is not None
+            pools.append(Pool(caches.compressed, slots, kind_state.entry_lengths))
+        return pools
+
+    def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate back and project to `[tokens, hidden_size]`.
+
+        Raises:
+            DSV4Error: The host kept the output projection's weights to itself.
+        """
+        if self._weights is None:
+            raise DSV4Error(
+                f"{self.layer.name} was asked for its output projection and was built without wo_a and wo_b;"
+                " pass them with its weights, or project in the host."
+            )
+        project = self._operations.o_proj
+        if self._deep_gemm:
+            from dsv4core.ops.o_proj import deepgemm
+
+            project = deepgemm.o_proj
+        heads = attention[:, : self.layer.num_heads]
+        result: torch.Tensor = project(heads, positions, self.rope, *self._weights, self.layer.num_groups)
+        return result
+
+    def describe(self) -> dict[str, Any]:
+        """Kernels, versions of their libraries, and the bytes of the prepared weights."""
+        names = (*library.FLASH_MLA, *library.DEEP_GEMM, "torch")
+        versions = {name: found for name in names if (found := library.installed(name))}
+        prepared = sum(weight.nbytes for weight in self._weights or ())
+        product = "deepgemm" if self._deep_gemm else "core"
+        return {"kernel": "flash_mla", "o_proj": product, **versions, "prepared_bytes": prepared}
+
+
+def _whole(
+    q: torch.Tensor, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One part is returned as it is; several are copied side by side, and rows of padding get zeros."""
+    if len(parts) == 1 and parts[0][0] == slice(0, len(q)):
+        return parts[0][1], parts[0][2]
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("inf"), dtype=torch.float32)
+    for tokens, own, own_lse in parts:
+        out[tokens], lse[tokens] = own, own_lse
+    return out, lse

@@ -1,0 +1,218 @@
+"""`backend=flashmla`: what it is, what it can run, what it plans. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dsv4_plugin_flashmla import library
+from dsv4core.api import (
+    API_VERSION,
+    AttentionOutput,
+    BackendInfo,
+    BackendOptions,
+    ConfigError,
+    KVCacheLayout,
+    LayerCaches,
+    LayerKind,
+    LayerPlan,
+    LayerSpec,
+    LayerWeights,
+    OutputSpec,
+    Reason,
+    Request,
+    Step,
+    hookimpl,
+)
+from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4_plugin_flashmla.layer import Layer, SharedStep
+
+KV_FORMATS = ("fp8_ds_mla",)
+INDEX_FORMATS = ("fp8", "bf16", "fp32")
+ARCHITECTURES = ("sm_90", "sm_100")
+HEADS = (64, 128)
+"""Query heads that the kernels have; fewer are padded."""
+MOST_ROWS = 1024
+"""Query tokens of one call: sums of parts take 2 KB a head each."""
+PARTS = 160
+"""Most parts that a kernel divides a call's rows into besides."""
+PREFILL = {"sm_90": "gather", "sm_100": "gather"}
+"""What `backend.prefill=auto` means; on sm_90 as measured."""
+
+
+@dataclass
+class FlashMLAOptions(BackendOptions):
+    """Options of the backend.
+
+    Attributes:
+        prefill: Whether queries of a prefill attend a workspace of decoded rows, with FlashMLA's kernel for
+            prefills, or packed rows in place, with that for decodes. `auto` is the faster one of the
+            architecture, and `in_place` where a host has no lengths.
+
+    Raises:
+        ConfigError: `prefill` is none of them.
+    """
+
+    name: str = "flashmla"
+    prefill: str = field(
+        default="auto",
+        metadata={"help": "where prefills read cached rows", "choices": ("auto", "gather", "in_place")},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what would be taken for the default."""
+        if self.prefill not in ("auto", "gather", "in_place"):
+            raise ConfigError(f"backend.prefill={self.prefill} is not known; write auto, gather or in_place.")
+
+    def gathers(self, request: Request) -> bool:
+        """Whether rows of prefills are gathered."""
+        if self.prefill == "auto":
+            return request.host_lengths and PREFILL.get(request.arch, "gather") == "gather"
+        return self.prefill == "gather"
+
+
+@hookimpl
+def dsv4_backend_info() -> BackendInfo:
+    """Describe the backend."""
+    return BackendInfo(
+        api=API_VERSION,
+        options=FlashMLAOptions,
+        platforms=("cuda",),
+        summary="FlashMLA and DeepGEMM kernels for sm_90 and sm_100",
+        requirements=(library.requirement(),),
+        capabilities=frozenset(
+            {
+                *("kernel-seam", "lse", "defer-sink", "multi-token-decode", "strided-pages"),
+                *("tensor-parallel", "graph"),
+            }
+        ),
+    )
+
+
+@hookimpl
+def dsv4_unsupported_reasons(request: Request, options: FlashMLAOptions) -> Sequence[Reason]:
+    """Other architectures, heads, activations, contexts over ranks, a library that does not fit."""
+    return list(_reasons(request, options))
+
+
+def _reasons(request: Request, options: FlashMLAOptions) -> Iterator[Reason]:
+    if request.platform == "cuda" and request.arch not in ARCHITECTURES:
+        text = f"FlashMLA has kernels for {' and '.join(ARCHITECTURES)}, and this is {request.arch}."
+        yield Reason("arch", text, "Use backend=triton.")
+    yield from library.flash_mla_reasons(request.probe)
+    if request.num_heads > HEADS[-1]:
+        text = f"{request.num_heads} query heads a rank, and FlashMLA has kernels of {HEADS[-1]} at most."
+        yield Reason("q-heads", text, "Raise tensor_parallel.")
+    if request.dtype != "bfloat16":
+        text = f"Activations are {request.dtype}, and FlashMLA's queries and outputs are bfloat16."
+        yield Reason("model", text, "Set dtype=bfloat16.")
+    if request.context_parallel > 1:
+        text = f"context_parallel={request.context_parallel}, and a rank's kernels read the whole context."
+        yield Reason("parallel", text, "Set context_parallel=1.")
+    if options.prefill == "gather" and not request.host_lengths:
+        text = "backend.prefill=gather plans workspaces by the lengths of a step, and the host has none."
+        yield Reason("option", text, "Give Step.host_lengths, or set backend.prefill=auto.")
+
+
+@hookimpl
+def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
+    """Packed rows only."""
+    kv = resolve_dtype("kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_DTYPES, KV_FORMATS, "flashmla")
+    index = resolve_dtype("index_dtype", request.index_dtype, INDEX_DTYPES, INDEX_FORMATS, "flashmla")
+    return cache_layout(request.model, kv, index)
+
+
+@hookimpl
+def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashMLAOptions) -> LayerPlan:
+    """Heads of the next kernel; the core's kernels for all that is not attention."""
+    deep_gemm, gathers = library.has_deep_gemm(request.probe), options.gathers(request)
+    install = library.deep_gemm_install(library.installed("torch"))
+    product = "DeepGEMM" if deep_gemm else f"the core, until `{install}`"
+    heads = padded_heads(layer.num_heads)
+    return LayerPlan(
+        padded_q_heads=heads,
+        q_dtype="bfloat16",
+        output=OutputSpec(padded=True),
+        workspace_bytes=_workspace_bytes(layer, request, heads, gathers),
+        variant=f"{heads} heads, prefill={'gather' if gathers else 'in_place'}, o_proj by {product}",
+        core_ops="triton" if request.platform == "cuda" else "torch",
+        branches=True,
+    )
+
+
+def padded_heads(heads: int) -> int:
+    """Heads of the kernel that serves so many."""
+    return next(size for size in HEADS if heads <= size)
+
+
+def _workspace_bytes(layer: LayerSpec, request: Request, heads: int, gathers: bool) -> int:
+    """A bound: sums of parts; tables; the rows that are gathered; what the output projection needs."""
+    from dsv4core.step import gather_area
+    from dsv4core.workspace import kernel_bytes
+
+    model, limits = layer.model, request.limits
+    rows = min(limits.max_tokens, MOST_ROWS)
+    parts = 4 * heads * (model.head_dim + 1) * (rows + PARTS)
+    width = model.sliding_window + max(model.index_topk, layer.kind.visible_entries(limits.max_model_len))
+    tables = 4 * limits.max_tokens * (width + 256)
+    gathered = 2 * model.head_dim * gather_area(layer.kind, limits, model.sliding_window) if gathers else 0
+    output = 2 * limits.max_tokens * heads * model.head_dim
+    return parts + 3 * tables + gathered + 2 * output + kernel_bytes(layer, limits)
+
+
+@hookimpl
+def dsv4_init_layer_buffers(
+    layer: LayerSpec, plan: LayerPlan, weights: LayerWeights, device: torch.device
+) -> Layer:
+    """Pad the sinks; bring the output projection into the form of its product."""
+    from dsv4_plugin_flashmla.layer import Layer
+
+    return Layer(layer, plan, weights, device)
+
+
+@hookimpl
+def dsv4_init_step_buffers(
+    request: Request, kind: LayerKind, plan: LayerPlan, device: torch.device, options: FlashMLAOptions
+) -> SharedStep:
+    """What the layers of a kind share: index tables and tile schedules."""
+    from dsv4_plugin_flashmla.layer import SharedStep
+
+    return SharedStep(request, kind, plan, options.gathers(request), device)
+
+
+@hookimpl
+def dsv4_plan_step(kind_state: SharedStep, step: Step) -> None:
+    """The tables and schedules of a step, anew each time: lengths are in them."""
+    kind_state.plan(step)
+
+
+@hookimpl
+def dsv4_forward_mqa(
+    state: Layer,
+    q: torch.Tensor,
+    caches: LayerCaches,
+    selected: torch.Tensor | None,
+    step: Step,
+    kind_state: SharedStep,
+    want_lse: bool,
+    apply_sink: bool,
+) -> AttentionOutput:
+    """Attend; the kernel's own output is returned where it is all of the step's."""
+    return state.forward_mqa(q, caches, selected, step, kind_state, want_lse, apply_sink)
+
+
+@hookimpl
+def dsv4_o_proj(state: Layer, attention: AttentionOutput, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate back and project."""
+    return state.o_proj(attention.data, positions)
+
+
+@hookimpl
+def dsv4_describe(state: Layer) -> dict[str, Any]:
+    """Kernels, versions and prepared weights."""
+    return state.describe()
