@@ -113,17 +113,22 @@ class DeepseekV4Attention:
             `[tokens, hidden_size]` of `x.dtype`, this rank's partial sum over heads; and the entries that
             were attended, as `selected`, for layers that share them.
         """
-        q, chosen = self._before_attention(self.project(x), caches, step, selected)
+        q, chosen = self._before_attention(self.project(x), caches, step, kind_state, selected)
         return self.o_proj(self.attend(q, chosen, caches, step, kind_state), step), chosen
 
     def _before_attention(
-        self, projected: Projected, caches: LayerCaches, step: Step, selected: torch.Tensor | None
+        self,
+        projected: Projected,
+        caches: LayerCaches,
+        step: Step,
+        kind_state: Any,
+        selected: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries, and entries to attend; the caches are written. Beside each other where the plan allows."""
 
         def choose() -> torch.Tensor | None:
             self._compress(projected.index_entry, "index", caches, step)
-            return self.select(projected, caches, step) if selected is None else selected
+            return self.select(projected, caches, step, kind_state) if selected is None else selected
 
         branches: list[Callable[[], Any]] = [
             partial(self.insert_kv, projected, caches, step),
@@ -201,7 +206,9 @@ class DeepseekV4Attention:
             entries,
         )
 
-    def select(self, projected: Projected, caches: LayerCaches, step: Step) -> torch.Tensor | None:
+    def select(
+        self, projected: Projected, caches: LayerCaches, step: Step, kind_state: Any
+    ) -> torch.Tensor | None:
         """The entries that each query attends, `[tokens, index_topk]`; None if it is all of them or none."""
         kind, k = self.layer.kind, self.layer.model.index_topk
         if kind.select != "top_k":
@@ -216,10 +223,16 @@ class DeepseekV4Attention:
             if kind.visible_entries(longest) <= k:  # all entries, whatever their scores
                 chosen: torch.Tensor = self._ops.visible_entries(visible, k)
                 return chosen
-            return self._top_k(projected, visible, width, caches, step)
+            return self._top_k(projected, visible, width, caches, step, kind_state)
 
     def _top_k(
-        self, projected: Projected, visible: torch.Tensor, width: int, caches: LayerCaches, step: Step
+        self,
+        projected: Projected,
+        visible: torch.Tensor,
+        width: int,
+        caches: LayerCaches,
+        step: Step,
+        kind_state: Any,
     ) -> torch.Tensor:
         """The best entries, for so many queries at a time that their scores have room."""
         dtype = self.layout.index.name.removeprefix("index_")
@@ -230,7 +243,7 @@ class DeepseekV4Attention:
         chosen = []
         for begin in range(0, max(1, step.num_tokens), tile):
             rows = slice(begin, begin + tile)
-            logits = self.scores(q[rows], weights[rows], visible[rows], rows, width, caches, step)
+            logits = self.scores(q[rows], weights[rows], visible[rows], rows, width, caches, step, kind_state)
             chosen.append(self.best(logits, visible[rows], step))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
@@ -243,10 +256,11 @@ class DeepseekV4Attention:
         width: int,
         caches: LayerCaches,
         step: Step,
+        kind_state: Any,
     ) -> torch.Tensor:
         """Scores of entries for some of the step's queries; arguments as of `dsv4_index_logits`."""
         if self.bound.index_logits is not None:
-            return self.bound.index_logits(q, weights, visible, tokens, width, caches, step)
+            return self.bound.index_logits(q, weights, visible, tokens, width, caches, step, kind_state)
         table, requests = step.compressed[self.layer.kind.name], step.token_to_request[tokens]
         logits: torch.Tensor = self._ops.index_logits(
             q, weights, caches.index, table, requests, visible, width

@@ -166,6 +166,7 @@ def dsv4_index_logits(
     width: int,
     caches: LayerCaches,
     step: Step,
+    kind_state: Any,
 ) -> torch.Tensor:
     """Score the entries that queries see (owned operation `index_logits`).
 

@@ -110,6 +110,17 @@ def _stage(operation: str, method: str) -> Callable[[Inputs], list[Call]]:
     return calls
 
 
+def _select(inputs: Inputs) -> list[Call]:
+    """The choice of entries, its queries' rotation included."""
+    (layer,) = _attention(inputs, 1)
+
+    def call(turn: Turn) -> Call:
+        projected = layer.project(turn.hidden)
+        return lambda: layer.select(projected, inputs.caches, turn.step, turn.kind.state)
+
+    return [call(turn) for turn in inputs.turns("indexer")]
+
+
 def _logits(inputs: Inputs) -> list[Call]:
     """The scores alone, for queries that are rotated already."""
     (layer,) = _attention(inputs, 1)
@@ -120,7 +131,7 @@ def _logits(inputs: Inputs) -> list[Call]:
         heads = (projected.index_q, projected.index_weights, step.positions, inputs.rope)
         q, weights = operations.index_query(*heads, dtype.removeprefix("index_"))
         visible, width = _visible(inputs, turn)
-        rest = (slice(None), width, inputs.caches, step)
+        rest = (slice(None), width, inputs.caches, step, turn.kind.state)
         return lambda: layer.scores(q, weights, visible, *rest)
 
     return [call(turn) for turn in inputs.turns("indexer.logits")]
@@ -205,7 +216,7 @@ _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
     "project": _project,
     "insert_kv": _stage("insert_kv", "insert_kv"),
     "compress": _stage("compress", "compress"),
-    "indexer": _stage("indexer", "select"),
+    "indexer": _select,
     "forward_mqa": _forward_mqa,
     "o_proj": _o_proj,
     "layer": _layer,

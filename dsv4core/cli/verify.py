@@ -90,8 +90,9 @@ class Shadow:
             self._count_agreement(index, hidden, selected)
 
     def _count_agreement(self, index: int, hidden: torch.Tensor, selected: torch.Tensor) -> None:
-        attention = self._layers[index].attention
-        own = attention.select(attention.project(hidden), self._stack.pools.layers[index], self._step)
+        layer = self._layers[index]
+        attention, state = layer.attention, self._stack.kind_state(layer)
+        own = attention.select(attention.project(hidden), self._stack.pools.layers[index], self._step, state)
         assert own is not None
         ratio = attention.layer.kind.ratio
         assert ratio is not None

@@ -32,7 +32,7 @@ class BoundLayer:
         o_proj: `(attention, positions)` to this rank's partial sum, `[tokens, hidden_size]`.
         insert_kv: `(q, kv, positions, caches, step)` to q, or None where the plan leaves it to the core.
         compress: `(projected, positions, caches, step, target)`, or None likewise.
-        index_logits: `(q, weights, visible, tokens, width, caches, step)` to logits, or None
+        index_logits: `(q, weights, visible, tokens, width, caches, step, kind_state)` to logits, or None
             likewise.
         index_topk: `(logits, visible, step)` to the chosen entries, or None likewise.
     """

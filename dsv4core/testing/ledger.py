@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -120,6 +121,15 @@ class Ledger:
         index_q = normal(model.index_n_heads, model.index_head_dim)
         entries = entry(model.head_dim), entry(model.index_head_dim)
         return Projected(q, kv, *entries, index_q, normal(model.index_n_heads))
+
+    @property
+    def kind_state(self) -> Any:
+        """What the layers of its kind share in the step that was planned last."""
+        return self.stack.kind_state(self.stack.layers[0])
+
+    def select(self, step: Step) -> torch.Tensor | None:
+        """The entries that the layer chooses for the last step."""
+        return self.attention.select(self.projected, self.caches, step, self.kind_state)
 
     def step(
         self, computed: tuple[int, ...], query: tuple[int, ...], projected: Projected | None = None

@@ -91,7 +91,7 @@ def test_own_operations(choose: Choose) -> None:
     assert bound.compress is not None
     bound.compress("projected", "positions", "caches", "step", "index")
     assert bound.index_logits is not None
-    assert bound.index_logits("q", "weights", "visible", "tokens", "width", "caches", "step") == (
+    assert bound.index_logits("q", "weights", "visible", "tokens", "width", "caches", "step", "kind") == (
         "index_logits",
         "q",
         "weights",

@@ -71,7 +71,7 @@ def attend(stack, layer, projected, step):
     attention, caches = layer.attention, stack.pools.layers[layer.spec.index]
     q = attention.insert_kv(projected, caches, step)
     attention.compress(projected, caches, step)
-    selected = attention.select(projected, caches, step)
+    selected = attention.select(projected, caches, step, None)
     return attention.attend(q, selected, caches, step, stack.kind_state(layer)).data
 
 

@@ -294,8 +294,8 @@ def test_short_contexts_choose_all_entries_as_the_indexer_would(make_stack):
     step = stack.plan([0], [256])
     stack.attend(layer, x, step)
     projected, caches = layer.attention.project(x), stack.pools.layers[1]
-    shortcut = layer.attention.select(projected, caches, step)
-    full = layer.attention.select(projected, caches, replace(step, host_lengths=None))
+    shortcut = layer.attention.select(projected, caches, step, None)
+    full = layer.attention.select(projected, caches, replace(step, host_lengths=None), None)
     assert torch.equal(shortcut, full)
     assert (C4A.visible_entries(256), C128A.visible_entries(255)) == (64, 1)
 
@@ -351,10 +351,10 @@ def test_a_long_prefill_chooses_in_turns(make_stack, monkeypatch):
     step = stack.plan([0], [500])
     projected, caches = layer.attention.project(x), stack.pools.layers[1]
     layer.attention.compress(projected, caches, step)
-    whole = layer.attention.select(projected, caches, step)
+    whole = layer.attention.select(projected, caches, step, None)
     calls = []
     monkeypatch.setattr(ops, "index_logits", lambda *args: calls.append(args) or index_logits(*args))
     index_logits = ops.indexer.index_logits
     monkeypatch.setattr("dsv4core.attention.LOGITS", 128 * 64)  # scores of 64 queries
-    assert torch.equal(layer.attention.select(projected, caches, step), whole)
+    assert torch.equal(layer.attention.select(projected, caches, step, None), whole)
     assert [len(q) for q, *_ in calls] == [64] * 7 + [52]

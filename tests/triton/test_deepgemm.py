@@ -1,4 +1,4 @@
-"""The output projection with DeepGEMM: on a GPU the real one, elsewhere a stub that refuses what it refuses."""
+"""The output projection with DeepGEMM: on a GPU the real one, elsewhere a stub with its refusals."""
 
 from __future__ import annotations
 

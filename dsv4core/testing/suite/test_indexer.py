@@ -51,7 +51,9 @@ def logits(
     visible = ((step.positions + 1) // kind.ratio)[rows]
     width = kind.visible_entries(step.limits.max_model_len)
     if own is not None:
-        found: torch.Tensor = own(q[rows], weights[rows], visible, rows, width, ledger.caches, step)
+        found: torch.Tensor = own(
+            q[rows], weights[rows], visible, rows, width, ledger.caches, step, ledger.kind_state
+        )
         return found
     table, requests = step.compressed[kind.name], step.token_to_request[rows]
     return ops.index_logits(q[rows], weights[rows], keys, table, requests, visible, width)
@@ -179,8 +181,7 @@ def test_choices(dsv4: Subject, phase: str) -> None:
     """A layer attends the best of the entries that each query sees, but for near ties, and no others."""
     ledger = Ledger(dsv4, case())
     step = run(ledger, *STEPS[phase])
-    selected = ledger.attention.select(ledger.projected, ledger.caches, step)
-    assert_choices(selected, ledger, step)
+    assert_choices(ledger.select(step), ledger, step)
 
 
 @check("L3", core=True, owned=INDEXER, reports=("vllm#52109",))
@@ -191,7 +192,7 @@ def test_choices_where_the_widths_meet(dsv4: Subject) -> None:
     ledger = Ledger(dsv4, case(limits=limits))
     ledger.step((0,) * 4, tuple(prompt - 1 for prompt in prompts))
     step = ledger.step(tuple(prompt - 1 for prompt in prompts), (1,) * 4)
-    assert_choices(ledger.attention.select(ledger.projected, ledger.caches, step), ledger, step)
+    assert_choices(ledger.select(step), ledger, step)
 
 
 def assert_choices(selected: torch.Tensor | None, ledger: Ledger, step: Step) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from dsv4_plugin_flashmla import calls, library
 from dsv4_plugin_flashmla.calls import Pool
-from dsv4_plugin_flashmla.plugin import MOST_ROWS
+from dsv4_plugin_flashmla.plugin import MOST_ROWS, scores_by_deep_gemm
 from dsv4_plugin_flashmla.prefill import Chunk, chunks
 from dsv4core import ops
 from dsv4core.api import (
@@ -23,6 +23,8 @@ from dsv4core.api import (
     Request,
     Step,
 )
+from dsv4core.ops.indexer import deepgemm
+from dsv4core.ops.indexer.deepgemm import ScorePlan
 
 
 def operations_of(plan: LayerPlan) -> Any:
@@ -55,12 +57,14 @@ class SharedStep:
         self.kind, self._request, self._gathers = kind, request, gathers
         self._operations = operations_of(plan)
         self._multiple = 64 if plan.padded_q_heads == 64 else 128
+        self._scores = scores_by_deep_gemm(request, kind)
         self.turns: list[tuple[slice, Any]] = []
         self.window: torch.Tensor
         self.window_lengths: torch.Tensor
         self.entries: torch.Tensor | None = None
         self.entry_lengths: torch.Tensor | None = None
         self.chunks: Sequence[Chunk] = ()
+        self.scores: ScorePlan | None = None
 
     def plan(self, step: Step) -> None:
         """The tables and holders of one step."""
@@ -75,6 +79,14 @@ class SharedStep:
         if self.kind.ratio is not None:
             visible = (positions + 1) // self.kind.ratio
             self._plan_entries(step, visible, requests)
+            self._plan_scores(step, visible, requests)
+
+    def _plan_scores(self, step: Step, visible: torch.Tensor, requests: torch.Tensor) -> None:
+        """A step of decodes alone: those of others are scored with the prefills' queries."""
+        self.scores = None
+        if self._scores and 0 < step.num_tokens == step.num_decode_tokens:
+            table = step.compressed[self.kind.name].block_table
+            self.scores = deepgemm.plan_scores(visible, requests, table)
 
     def _plan_entries(self, step: Step, visible: torch.Tensor, requests: torch.Tensor) -> None:
         if self.kind.select == "top_k":
@@ -127,9 +139,30 @@ class Layer:
     def _prepared(self, weights: LayerWeights) -> Any:
         if not self._deep_gemm:
             return self._operations.prepare_linear(weights["wo_a"])
-        from dsv4core.ops.o_proj import deepgemm
+        from dsv4core.ops.o_proj.deepgemm import prepare_wo_a
 
-        return deepgemm.prepare_wo_a(weights["wo_a"], self.layer.num_groups)
+        return prepare_wo_a(weights["wo_a"], self.layer.num_groups)
+
+    def index_logits(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        visible: torch.Tensor,
+        tokens: slice,
+        width: int,
+        caches: LayerCaches,
+        step: Step,
+        kind_state: SharedStep,
+    ) -> torch.Tensor:
+        """Scores of the entries that these tokens see."""
+        assert caches.index is not None
+        if kind_state.scores is not None and len(q) == step.num_tokens:
+            return deepgemm.index_logits(q, weights, caches.index, kind_state.scores, width)
+        table, requests = step.compressed[self.layer.kind.name], step.token_to_request[tokens]
+        scores: torch.Tensor = self._operations.index_logits(
+            q, weights, caches.index, table, requests, visible, width
+        )
+        return scores
 
     def forward_mqa(
         self,
@@ -177,9 +210,7 @@ class Layer:
             )
         project = self._operations.o_proj
         if self._deep_gemm:
-            from dsv4core.ops.o_proj import deepgemm
-
-            project = deepgemm.o_proj
+            from dsv4core.ops.o_proj.deepgemm import o_proj as project
         heads = attention[:, : self.layer.num_heads]
         result: torch.Tensor = project(heads, positions, self.rope, *self._weights, self.layer.num_groups)
         return result

@@ -130,19 +130,36 @@ def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
 @hookimpl
 def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashMLAOptions) -> LayerPlan:
     """Heads of the next kernel; the core's kernels for all that is not attention."""
-    deep_gemm, gathers = library.has_deep_gemm(request.probe), options.gathers(request)
-    install = library.deep_gemm_install(library.installed("torch"))
-    product = "DeepGEMM" if deep_gemm else f"the core, until `{install}`"
-    heads = padded_heads(layer.num_heads)
+    heads, gathers = padded_heads(layer.num_heads), options.gathers(request)
+    prefill = "gather" if gathers else "in_place"
+    owns = {"index_logits"} if scores_by_deep_gemm(request, layer.kind) else set()
     return LayerPlan(
         padded_q_heads=heads,
         q_dtype="bfloat16",
         output=OutputSpec(padded=True),
         workspace_bytes=_workspace_bytes(layer, request, heads, gathers),
-        variant=f"{heads} heads, prefill={'gather' if gathers else 'in_place'}, o_proj by {product}",
+        variant=f"{heads} heads, prefill={prefill}, {_products(request, bool(owns))}",
+        own_ops=frozenset(owns),
         core_ops="triton" if request.platform == "cuda" else "torch",
         branches=True,
     )
+
+
+def _products(request: Request, scores: bool) -> str:
+    """Who does them, for people."""
+    if not library.has_deep_gemm(request.probe):
+        install = library.deep_gemm_install(library.installed("torch"))
+        return f"projections and scores by the core (DeepGEMM: `{install}`)"
+    return "wo_a and scores of decodes by DeepGEMM" if scores else "wo_a by DeepGEMM"
+
+
+def scores_by_deep_gemm(request: Request, kind: LayerKind) -> bool:
+    """Whether DeepGEMM has a kernel for the indexer of these layers."""
+    if kind.select != "top_k" or request.seam == "kernel" or not library.has_deep_gemm(request.probe):
+        return False
+    model, fp8 = request.model, dsv4_resolve_kv_cache(request).index.name == "index_fp8"
+    sizes = (model.index_n_heads in (32, 64), model.index_head_dim in (32, 64, 128))
+    return fp8 and all(sizes) and request.page_sizes.compressed_rows(kind) == 64
 
 
 def padded_heads(heads: int) -> int:
@@ -189,6 +206,22 @@ def dsv4_init_step_buffers(
 def dsv4_plan_step(kind_state: SharedStep, step: Step) -> None:
     """The tables and schedules of a step, anew each time: lengths are in them."""
     kind_state.plan(step)
+
+
+@hookimpl
+def dsv4_index_logits(
+    state: Layer,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    visible: torch.Tensor,
+    tokens: slice,
+    width: int,
+    caches: LayerCaches,
+    step: Step,
+    kind_state: SharedStep,
+) -> torch.Tensor:
+    """Scores of decodes by DeepGEMM; of steps with prefills by the core's kernel."""
+    return state.index_logits(q, weights, visible, tokens, width, caches, step, kind_state)
 
 
 @hookimpl

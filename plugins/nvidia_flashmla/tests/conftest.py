@@ -1,16 +1,17 @@
-"""`backend=flashmla` on a CPU: its own hooks, on a stub of FlashMLA and the definitions of the core."""
+"""`backend=flashmla` on a CPU: its own hooks, on stubs of its libraries and the definitions of the core."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import stub_deep_gemm
 import stub_flash_mla
 import torch
-from dsv4_plugin_flashmla import plugin
+from dsv4_plugin_flashmla import library, plugin
 
 from dsv4core.api import hookimpl
 from dsv4core.testing.fakes import declare_backends, isolate
@@ -24,6 +25,7 @@ def dsv4_backend_info():
     return replace(info, platforms=("cpu",), requirements=())
 
 
+PROCESSORS = SimpleNamespace(multi_processor_count=132)
 STUBBED = ModuleType("stubbed")
 vars(STUBBED).update({name: hook for name, hook in vars(plugin).items() if name.startswith("dsv4_")})
 STUBBED.dsv4_backend_info = dsv4_backend_info
@@ -31,9 +33,12 @@ STUBBED.dsv4_backend_info = dsv4_backend_info
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub is imported as `flash_mla`, and the backend on it is `flashmla`."""
+    """Stubs are imported as `flash_mla` and `deep_gemm`, and the backend on them is `flashmla`."""
     if not torch.cuda.is_available():
         monkeypatch.setitem(sys.modules, "flash_mla", stub_flash_mla)
+        monkeypatch.setitem(sys.modules, "deep_gemm", stub_deep_gemm)
+        monkeypatch.setattr(library, "has_deep_gemm", lambda probe: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROCESSORS)
         sys.modules["stubbed_flashmla"] = STUBBED
         declare_backends(
             tmp_path,

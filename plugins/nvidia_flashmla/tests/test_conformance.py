@@ -6,6 +6,7 @@ from dsv4core.testing.suite.test_attention import *  # noqa: F403
 from dsv4core.testing.suite.test_caches import *  # noqa: F403
 from dsv4core.testing.suite.test_contract import *  # noqa: F403
 from dsv4core.testing.suite.test_hot import *  # noqa: F403
+from dsv4core.testing.suite.test_indexer import *  # noqa: F403
 from dsv4core.testing.suite.test_layers import *  # noqa: F403
 from dsv4core.testing.suite.test_projection import *  # noqa: F403
 from dsv4core.testing.suite.test_steps import *  # noqa: F403

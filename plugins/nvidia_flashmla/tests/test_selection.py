@@ -11,7 +11,7 @@ import stub_flash_mla
 from dsv4_plugin_flashmla import library, plugin
 from dsv4_plugin_flashmla.plugin import FlashMLAOptions
 
-from dsv4core.api import ConfigError, Limits, Request
+from dsv4core.api import ConfigError, Limits, PageSizes, Request
 from dsv4core.kvcache import allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS, layer_spec
 from dsv4core.testing.subject import Subject
@@ -160,11 +160,18 @@ def test_plans(heads: int, padded: int, nothing_installed: dict[str, str]) -> No
     plan = plugin.dsv4_plan_layer(request, layer_spec(model, 0), FlashMLAOptions())
     assert plan.padded_q_heads == padded
     assert plan.variant == (
-        f"{padded} heads, prefill=gather, o_proj by the core, until `pip install sgl-deep-gemm==0.1.4.post1`"
+        f"{padded} heads, prefill=gather, projections and scores by the core (DeepGEMM: "
+        "`pip install sgl-deep-gemm==0.1.4.post1`)"
     )
     nothing_installed["sgl-deep-gemm"] = "0.1.4.post1"
     plan = plugin.dsv4_plan_layer(request, layer_spec(model, 0), FlashMLAOptions())
-    assert plan.variant.endswith("o_proj by DeepGEMM")
+    assert plan.variant.endswith("wo_a by DeepGEMM")
+    assert not plan.own_ops
+    indexed = plugin.dsv4_plan_layer(request, layer_spec(model, 2), FlashMLAOptions())
+    assert indexed.variant.endswith("wo_a and scores of decodes by DeepGEMM")
+    assert indexed.own_ops == {"index_logits"}
+    paged = replace(request, page_sizes=PageSizes(context=128))
+    assert not plugin.dsv4_plan_layer(paged, layer_spec(model, 2), FlashMLAOptions()).own_ops
     plan = plugin.dsv4_plan_layer(
         replace(request, host_lengths=False), layer_spec(model, 0), FlashMLAOptions()
     )
