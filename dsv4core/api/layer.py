@@ -78,6 +78,8 @@ class LayerPlan:
         core_ops: What the core does the others with, and its projections: `torch` are the definitions,
             `triton` the kernels of `dsv4core.ops.triton`, which need the package triton and a GPU.
         consumes: Names of weights that the core may free after `dsv4_init_layer_buffers`.
+        projection_dtype: Dtype name of the activations that the output projection multiplies; the activation
+            dtype if empty. FP8 is coarser, and results are checked accordingly.
         branches: Whether hooks before attention may run beside each other, on streams of their own: inserting
             keys, compressing attended entries, and the indexer with its compressor. None of them writes what
             another reads or writes.
@@ -91,13 +93,15 @@ class LayerPlan:
     own_ops: frozenset[str] = field(default_factory=frozenset)
     core_ops: CoreOps = "torch"
     consumes: frozenset[str] = field(default_factory=frozenset)
+    projection_dtype: str = ""
     branches: bool = False
 
     def __post_init__(self) -> None:
-        if self.q_dtype not in DTYPE_BYTES:
-            raise ValueError(
-                f"q_dtype {self.q_dtype!r} is no dtype name; use one of {', '.join(DTYPE_BYTES)}."
-            )
+        for name in ("q_dtype", "projection_dtype"):
+            value = getattr(self, name)
+            if value not in DTYPE_BYTES and (value or name == "q_dtype"):
+                known = ", ".join(DTYPE_BYTES)
+                raise ValueError(f"{name} {value!r} is no dtype name; use one of {known}.")
         for name in ("padded_q_heads", "workspace_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:

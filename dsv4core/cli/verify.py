@@ -11,7 +11,7 @@ from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
 from dsv4core.framework.selection import Selection
 from dsv4core.stack import AttentionStack
-from dsv4core.testing.tolerances import LAYER_OUTPUT, LEAST_AGREEMENT
+from dsv4core.testing.tolerances import LAYER_OUTPUT, LEAST_AGREEMENT, run_tolerance
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class Shadow:
             compared_with=what,
             max_abs_err=absolute,
             rel_err=relative,
-            tolerance=LAYER_OUTPUT[window.name if itself else request.dtype],
+            tolerance=LAYER_OUTPUT[window.name]
+            if itself
+            else run_tolerance(request.dtype, self._selection.plans.values()),
             worst_layer=layer,
             agreement=self._shared / self._chosen if self._chosen else None,
             least_agreement=LEAST_AGREEMENT,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+
+from dsv4core.api import LayerPlan
 
 LAYER_OUTPUT: Mapping[str, float] = MappingProxyType(
     {
@@ -81,6 +83,21 @@ def layer_tolerance(dtype: str, q_dtype: str) -> float:
     """
     rounded = ATTENTION[q_dtype] if q_dtype.startswith("float8") else 0.0
     return max(LAYER_OUTPUT[dtype], PROJECTION[dtype]) + rounded
+
+
+def run_tolerance(dtype: str, plans: Iterable[LayerPlan]) -> float:
+    """How far layers of a run may be from the reference's on the same bytes: what their plans round.
+
+    Args:
+        dtype: Activation dtype's name.
+        plans: Of the layers' kinds.
+    """
+    most = LAYER_OUTPUT[dtype]
+    for plan in plans:
+        projected = PROJECTION[dtype] if plan.projection_dtype.startswith("float8") else LAYER_OUTPUT[dtype]
+        queries = ATTENTION[plan.q_dtype] if plan.q_dtype.startswith("float8") else 0.0
+        most = max(most, projected + queries)
+    return most
 
 
 LEAST_AGREEMENT = 0.9

@@ -58,6 +58,8 @@ class SharedStep:
         self._operations = operations_of(plan)
         self._multiple = 64 if plan.padded_q_heads == 64 else 128
         self._scores = scores_by_deep_gemm(request, kind)
+        self._device = device
+        self._captured = False
         self.turns: list[tuple[slice, Any]] = []
         self.window: torch.Tensor
         self.window_lengths: torch.Tensor
@@ -72,6 +74,7 @@ class SharedStep:
         count = step.num_decode_tokens if self.chunks else step.num_tokens
         bounds = (slice(begin, min(begin + MOST_ROWS, count)) for begin in range(0, count, MOST_ROWS))
         self.turns = [(tokens, calls.schedule()) for tokens in bounds]
+        self._captured = self._captures()
         positions, requests, window = step.positions[:count], step.token_to_request[:count], step.window
         seen = self._request.model.sliding_window
         slots = self._operations.window_slots(positions, requests, window.block_table, window.page_size, seen)
@@ -100,6 +103,17 @@ class SharedStep:
             visible, requests, table.block_table, table.page_size, width
         )
         self.entry_lengths = visible.clamp_max(width).int()
+
+    def schedule(self, shared: Any) -> Any:
+        """The schedule of a turn, which the first call behind the plan makes and all layers share.
+
+        Where one of the two is captured and the other is not, each call makes its own: a graph would replay
+        a schedule of the lengths that it was captured with.
+        """
+        return shared if self._captures() == self._captured else calls.schedule()
+
+    def _captures(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def chosen(self, selected: torch.Tensor, step: Step) -> torch.Tensor:
         """Slots of the entries that queries in place have chosen in one layer."""
@@ -178,8 +192,9 @@ class Layer:
         sinks, scale = self._sinks if apply_sink else None, self.layer.model.softmax_scale
         parts: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
         pools = self._pools(caches, selected, step, kind_state) if kind_state.turns else []
-        for tokens, holder in kind_state.turns:
+        for tokens, shared in kind_state.turns:
             own = [Pool(pool.cache, pool.slots[tokens], pool.lengths[tokens]) for pool in pools]
+            holder = kind_state.schedule(shared)
             parts.append((tokens, *calls.decode(q[tokens], own, scale, sinks, holder)))
         for chunk in kind_state.chunks:
             window = self.layer.model.sliding_window

@@ -141,6 +141,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashMLAOptions
         variant=f"{heads} heads, prefill={prefill}, {_products(request, bool(owns))}",
         own_ops=frozenset(owns),
         core_ops="triton" if request.platform == "cuda" else "torch",
+        projection_dtype="float8_e4m3fn" if library.has_deep_gemm(request.probe) else "",
         branches=True,
     )
 
