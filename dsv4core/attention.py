@@ -77,6 +77,9 @@ class DeepseekV4Attention:
         self.bound, self.layer, self.rope = bound, bound.spec, weights.rope
         self.layout, self._observe, self._graph = layout, observe, graph
         kind, self._ops = self.layer.kind, core_operations(bound.plan)
+        self._q_scale: torch.Tensor | None = None
+        if bound.plan.q_dtype.startswith("float8") and weights.scales.q != 1:
+            self._q_scale = torch.full((1,), weights.scales.q, device=weights.rope.device)
         self._vectors = {
             name: weight.data for name, weight in weights.tensors.items() if name.endswith(("norm", ".ape"))
         }
@@ -172,6 +175,7 @@ class DeepseekV4Attention:
                 self.layer.model.rms_norm_eps,
                 self.bound.plan.padded_q_heads,
                 getattr(torch, self.bound.plan.q_dtype),
+                self._q_scale,
             )
             return q
 

@@ -177,6 +177,7 @@ class DSV4Config:
     backend: BackendOptions = key("who computes: auto, or an installed backend's name", AutoOptions)
     model: ModelOptions = key("preset of the model's sizes, where no checkpoint gives them", ModelOptions)
     checkpoint: str | None = key("folder of a checkpoint; null: one with random weights is written", None)
+    scales: str | None = key("file of scales for plain FP8 caches, by dsv4 calibrate", None)
     kv_cache_dtype: str = key("format of the KV caches", "auto", *KV_CACHE_DTYPES)
     index_dtype: str = key("format of the indexer's keys", "auto", *INDEX_DTYPES)
     device: str = key("torch device: auto, cpu, cuda, cuda:1", "auto")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from dsv4core.api.errors import CacheError
-from dsv4core.api.layer import LayerSpec
+from dsv4core.api.errors import CacheError, ConfigError
+from dsv4core.api.layer import LayerScales, LayerSpec
 from dsv4core.api.step import Step
 from dsv4core.attention import DeepseekV4Attention, Observe
 from dsv4core.framework.binding import bind_kind, bind_layer
 from dsv4core.framework.selection import Selection
+from dsv4core.framework.wording import warn_once
 from dsv4core.kvcache import check_caches
 from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.checkpoint import Checkpoint
@@ -22,13 +24,19 @@ from dsv4core.model.shapes import layer_spec
 from dsv4core.ops import rms_norm
 from dsv4core.step import Batch, StepBuffers, check_lengths, leading_decodes
 
+UNSCALED = (
+    "{} caches have no scales, and 1 is taken: values above 448 are cut off, and those below 2^-6 lose bits. "
+    "Measure scales with `dsv4 calibrate`, and give them with scales=FILE."
+)
+
 
 @dataclass(frozen=True, eq=False)
 class StackedLayer:
-    """A layer and the norm before it."""
+    """A layer, the norm before it, and the scales of its caches."""
 
     attention: DeepseekV4Attention
     norm: torch.Tensor
+    scales: LayerScales = LayerScales()
 
     @property
     def spec(self) -> LayerSpec:
@@ -43,20 +51,35 @@ def load_layer(
     device: torch.device,
     observe: Observe = nullcontext,
     rank: int = 0,
+    scales: Mapping[int, LayerScales] = MappingProxyType({}),
 ) -> StackedLayer:
     """Load one layer's weights, this rank's share of them, and bind its backend.
 
+    Args:
+        selection: The backend and its plans.
+        checkpoint: Where the weights are.
+        index: Layer number.
+        device: Where they go.
+        observe: Wraps each operation.
+        rank: Tensor-parallel rank.
+        scales: Of layers for which the checkpoint has none, by index.
+
     Raises:
+        ConfigError: There are scales for a layer that has some of its own.
         CheckpointError: Tensors are missing, misshapen or hold NaN.
         PluginError: The backend fails to build the layer.
     """
     ranks, positions = selection.request.tensor_parallel, selection.request.limits.max_model_len
     spec = layer_spec(checkpoint.shape, index, rank, ranks)
     weights = checkpoint.layer(index, rank, ranks, max_positions=positions, device=device)
+    if index in scales:
+        if weights.scales != LayerScales():
+            raise ConfigError(f"The checkpoint has scales of its own for {spec.name}; leave out scales=.")
+        weights = replace(weights, scales=scales[index])
     bound = bind_layer(selection, spec, weights, device)
     graph = selection.request.graph
     attention = DeepseekV4Attention(bound, weights, selection.layout, observe, graph)
-    return StackedLayer(attention, checkpoint.attn_norm(index).to(device))
+    return StackedLayer(attention, checkpoint.attn_norm(index).to(device), weights.scales)
 
 
 class AttentionStack:
@@ -86,8 +109,16 @@ class AttentionStack:
         kinds = tuple(dict.fromkeys(spec.kind for spec in specs))
         self.selection, self.layers = selection, tuple(layers)
         self.pools = pools or CachePools(
-            specs, selection.layout, request.page_sizes, request.limits, device, request.decode_query_len
+            specs,
+            selection.layout,
+            request.page_sizes,
+            request.limits,
+            device,
+            request.decode_query_len,
+            scales={layer.spec.index: layer.scales.kv for layer in layers},
         )
+        if selection.layout.window.scale == "tensor" and all(own.scales == LayerScales() for own in layers):
+            warn_once(UNSCALED.format(selection.layout.window.name))
         for spec in specs:
             check_caches(self.pools.layers[spec.index], spec, selection.layout)
         self._longest = [0] * request.limits.max_requests

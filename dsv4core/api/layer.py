@@ -136,6 +136,30 @@ class Weight:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
+@dataclass(frozen=True)
+class LayerScales:
+    """What FP8 values of a layer with one scale a tensor are divided by before they are rounded.
+
+    E4M3 holds magnitudes from 2^-9 to 448, and three bits of each from 2^-6 on. So a scale is well chosen
+    where the largest value over it is a little below 448.
+
+    Attributes:
+        q: Of FP8 queries, after norm and rotation.
+        kv: Of the rows of window and compressed caches, after rotation.
+
+    Raises:
+        ValueError: A scale is no positive number.
+    """
+
+    q: float = 1.0
+    kv: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (isinstance(value, float) and 0 < value < float("inf")):
+                raise ValueError(f"{name}={value!r} cannot be a scale; give a positive number.")
+
+
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
     """The weights of one layer, this rank's shard, and its RoPE table.
@@ -147,10 +171,12 @@ class LayerWeights:
             minus infinity.
         rope: `[max_positions, rope_dim]` fp32: the first half of the columns cosines, the second half sines.
             Shared by all layers of one RoPE class.
+        scales: Of plain FP8 queries and caches; those that a host passes have the same `KVCache.scale`.
     """
 
     tensors: Mapping[str, Weight]
     rope: torch.Tensor
+    scales: LayerScales = LayerScales()
 
     def __getitem__(self, name: str) -> Weight:
         return self.tensors[name]

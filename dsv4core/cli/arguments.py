@@ -10,6 +10,7 @@ from dsv4core.api import ConfigError
 HELP = ("--help", "-h")
 ADVICE = {
     "--prompt": "or prompt=@FILE to read it from a file",
+    "--out": "the file that is written",
     "--only": "a part of the names of checks",
     "--deadline": "the seconds that a check may take",
 }

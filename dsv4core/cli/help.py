@@ -23,6 +23,8 @@ dsv4: the attention layer of DeepSeek-V4 on any accelerator
   dsv4 explain [key=value ...] [--json]               which backend would run here, and why
   dsv4 plugins [--json]                               which backends there are
   dsv4 bench [key=value ...] [--json]                 how fast operations and layers are
+  dsv4 calibrate --out FILE [key=value ...] [--prompt TEXT] [--json]
+                                                      measure scales for plain FP8 caches
   dsv4 new NAME                                       begin a backend of your own
   dsv4 check NAME [--only TEXT] [--quick] [--deadline SECONDS] [--json]
                                                       whether a backend does what it has to
@@ -33,6 +35,8 @@ Examples
   dsv4 run prompt=@speech.txt workload=long
   dsv4 explain backend=flashmla model=v4_flash kv_cache_dtype=fp8
   dsv4 explain request.arch=sm_100 request.tensor_parallel=4
+  dsv4 calibrate checkpoint=DIR prompt=@speech.txt --out scales.json
+  dsv4 run checkpoint=DIR kv_cache_dtype=fp8_e4m3 scales=scales.json
   dsv4 check reference --quick
   dsv4 bench backend=reference bench.peers=[torch] bench.tokens=[1,64] bench.plot=plots
 """

@@ -148,6 +148,15 @@ def _new(arguments: Arguments) -> int:
     return new(arguments.overrides)
 
 
+def _calibrate(arguments: Arguments) -> int:
+    from dsv4core.cli.calibrate import calibrate
+    from dsv4core.cli.configuration import configuration
+
+    config = configuration(arguments.overrides)
+    config.prompt = arguments.options.get("--prompt", config.prompt)
+    return calibrate(config, arguments.options.get("--out"))
+
+
 def _bench(arguments: Arguments) -> int:
     from dsv4core.cli.bench import bench
 
@@ -167,6 +176,7 @@ COMMANDS: Mapping[str, Command] = {
     "explain": Command(_explain, Accepted()),
     "plugins": Command(_plugins, Accepted()),
     "bench": Command(_bench, Accepted()),
+    "calibrate": Command(_calibrate, Accepted(texts=("--prompt", "--out"))),
     "new": Command(_new, Accepted()),
     "check": Command(_check, Accepted(texts=("--only", "--deadline"), flags=("--quick",))),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import TypeVar
 import torch
 
 from dsv4core.api.errors import ConfigError
+from dsv4core.api.layer import LayerScales
 from dsv4core.api.model import ModelShape
+from dsv4core.attention import Observe
 from dsv4core.cli.report import Report, human_bytes, print_report
 from dsv4core.cli.timing import OperationTimer
 from dsv4core.cli.tokens import Tokens, prompt_tokens, random_tokens
@@ -26,9 +28,10 @@ from dsv4core.cli.verify import Shadow, shadow_request
 from dsv4core.config import DSV4Config, RequestOptions
 from dsv4core.framework.platform import machine_of, torch_device
 from dsv4core.framework.request import build_request, configured_shape, select_configured
-from dsv4core.framework.selection import Selection, select
+from dsv4core.framework.selection import select
 from dsv4core.model.checkpoint import Checkpoint
 from dsv4core.model.random_checkpoint import FORMAT, random_checkpoint_bytes, write_random_checkpoint
+from dsv4core.model.scales import read_scales
 from dsv4core.stack import AttentionStack, load_layer
 
 Item = TypeVar("Item")
@@ -58,31 +61,74 @@ def run(config: DSV4Config) -> int:
     return 0 if report.verification is None or report.verification.ok else 1
 
 
-def _measure(config: DSV4Config) -> Report:
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a configuration asks to be computed, ready to begin.
+
+    Attributes:
+        config: The configuration.
+        device: Where.
+        checkpoint: The weights.
+        tokens: Of all requests.
+        stack: The layers.
+        scales: Of plain FP8 caches, from a file.
+    """
+
+    config: DSV4Config
+    device: torch.device
+    checkpoint: Checkpoint
+    tokens: Tokens
+    stack: AttentionStack
+    scales: Mapping[int, LayerScales]
+
+    def chunks(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Each step's tokens, and their embeddings `[tokens, hidden_size]`."""
+        dtype = getattr(torch, self.config.dtype)
+        for chunk in _track(_chunks(self.config), "prefill and decode"):
+            ids = self.tokens.ids[:, chunk.start : chunk.start + chunk.tokens].flatten()
+            yield chunk, self.checkpoint.embedding(ids).to(device=self.device, dtype=dtype)
+
+
+def prepare(config: DSV4Config, observe: Callable[[torch.device], Observe]) -> Job:
+    """Select a backend and load the layers.
+
+    Args:
+        config: The configuration.
+        observe: Makes what wraps each operation.
+
+    Raises:
+        DSV4Error: The configuration, the checkpoint or the backend does not allow it.
+    """
     device = torch_device(config.device)
     # All that can be refused is, before a checkpoint of random weights is written or a real one is read.
     shape = configured_shape(config)
     layers = _layer_numbers(config, shape)
     _check_lengths(config, shape)
+    scales = read_scales(config.scales) if config.scales else {}
     selection = select_configured(config, build_request(config, shape, machine_of(device), probe="host"))
     checkpoint = Checkpoint.open(_checkpoint_directory(config))
     checkpoint.verify(layers)
-    tokens = _tokens(config, checkpoint)
-    timer = OperationTimer(device)
-    stack = AttentionStack(
-        selection,
-        [load_layer(selection, checkpoint, i, device, timer) for i in _track(layers, "loading weights")],
-        device,
-    )
+    tokens, own = _tokens(config, checkpoint), observe(device)
+    loaded = [
+        load_layer(selection, checkpoint, index, device, own, scales=scales)
+        for index in _track(layers, "loading weights")
+    ]
+    return Job(config, device, checkpoint, tokens, AttentionStack(selection, loaded, device), scales)
+
+
+def _measure(config: DSV4Config) -> Report:
+    timer = OperationTimer(torch_device(config.device))
+    job = prepare(config, lambda device: timer)
+    stack, device = job.stack, job.device
     stack.warm_up()
     timer.seconds.clear()
-    shadow = _shadow(config, selection, checkpoint, layers, device) if config.verify else None
-    seconds = _compute(config, stack, checkpoint, tokens, timer, shadow, device)
+    shadow = _shadow(job) if config.verify else None
+    seconds = _compute(job, timer, shadow)
     return Report(
-        selection=selection,
-        checkpoint=checkpoint.directory,
+        selection=stack.selection,
+        checkpoint=job.checkpoint.directory,
         specs=tuple(layer.spec for layer in stack.layers),
-        tokens=tokens,
+        tokens=job.tokens,
         prefill_tokens=config.batch * config.prefill,
         decode_tokens=config.batch * config.decode,
         seconds=seconds,
@@ -94,23 +140,12 @@ def _measure(config: DSV4Config) -> Report:
     )
 
 
-def _compute(
-    config: DSV4Config,
-    stack: AttentionStack,
-    checkpoint: Checkpoint,
-    tokens: Tokens,
-    timer: OperationTimer,
-    shadow: Shadow | None,
-    device: torch.device,
-) -> dict[str, float]:
+def _compute(job: Job, timer: OperationTimer, shadow: Shadow | None) -> dict[str, float]:
     """Run all steps; seconds of each phase, without embedding and verification."""
-    seconds = {"prefill": 0.0, "decode": 0.0}
-    dtype = getattr(torch, config.dtype)
-    for chunk in _track(_chunks(config), "prefill and decode"):
-        timer.phase = chunk.phase
-        ids = tokens.ids[:, chunk.start : chunk.start + chunk.tokens].flatten()
-        x = checkpoint.embedding(ids).to(device=device, dtype=dtype)
-        computed, query = [chunk.start] * config.batch, [chunk.tokens] * config.batch
+    seconds, stack, batch = {"prefill": 0.0, "decode": 0.0}, job.stack, job.config.batch
+    for chunk, embedded in job.chunks():
+        timer.phase, x = chunk.phase, embedded
+        computed, query = [chunk.start] * batch, [chunk.tokens] * batch
         start = time.perf_counter()
         with timer("plan"):
             step = stack.plan(computed, query)
@@ -136,17 +171,12 @@ def _chunks(config: DSV4Config) -> list[Chunk]:
     return prefill + [Chunk("decode", config.prefill + i, 1) for i in range(config.decode)]
 
 
-def _shadow(
-    config: DSV4Config,
-    selection: Selection,
-    checkpoint: Checkpoint,
-    layers: Sequence[int],
-    device: torch.device,
-) -> Shadow:
+def _shadow(job: Job) -> Shadow:
+    selection, device = job.stack.selection, job.device
     reference = select(shadow_request(selection), "reference")
     loaded = [
-        load_layer(reference, checkpoint, i, device)
-        for i in _track(layers, "loading the reference's weights")
+        load_layer(reference, job.checkpoint, layer.spec.index, device, scales=job.scales)
+        for layer in _track(job.stack.layers, "loading the reference's weights")
     ]
     return Shadow(AttentionStack(reference, loaded, device), selection)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -91,6 +92,7 @@ class CachePools:
         decode_query_len: int = 1,
         first_page: int = 0,
         allocate: Allocate = allocate_cache,
+        scales: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """Allocate pools that hold `limits.max_requests` requests of `limits.max_model_len` tokens.
 
@@ -98,6 +100,7 @@ class CachePools:
             decode_query_len: Tokens that a rejected draft may take back.
             first_page: The first page of each pool that a request may get; those before it are nobody's.
             allocate: Makes each pool; they are zeroed and tight if left out.
+            scales: By layer index, of formats with one scale a cache; 1 for layers that are left out.
         """
         model = layers[0].model
         kinds = dict.fromkeys(layer.kind for layer in layers)
@@ -113,7 +116,9 @@ class CachePools:
             table(window), table(context), {name: table(group) for name, group in states.items()}
         )
         self.layers = {
-            layer.index: _layer_caches(layer, layout, sizes, self.tables, device, allocate)
+            layer.index: _layer_caches(
+                layer, layout, sizes, self.tables, device, _scaled(allocate, scales.get(layer.index, 1.0))
+            )
             for layer in layers
         }
 
@@ -126,6 +131,18 @@ class CachePools:
             for cache in vars(caches).values()
             if cache is not None
         )
+
+
+def _scaled(allocate: Allocate, scale: float) -> Allocate:
+    """Pools with the scale, where their format has one."""
+
+    def scaled(format: KVCacheFormat, pages: int, rows: int, device: torch.device | str) -> KVCache:
+        cache = allocate(format, pages, rows, device)
+        if format.scale != "tensor" or scale == 1.0:
+            return cache
+        return replace(cache, scale=torch.full((1,), scale, device=cache.pool.device))
+
+    return scaled
 
 
 def _layer_caches(

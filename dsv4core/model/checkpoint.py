@@ -7,9 +7,17 @@ from pathlib import Path
 
 import torch
 
-from dsv4core.api import CheckpointError, ConfigError, LayerWeights, ModelShape, Weight, WeightError
+from dsv4core.api import (
+    CheckpointError,
+    ConfigError,
+    LayerScales,
+    LayerWeights,
+    ModelShape,
+    Weight,
+    WeightError,
+)
 from dsv4core.model.files import TensorFiles
-from dsv4core.model.matching import Match, match_layer, match_tensor
+from dsv4core.model.matching import Match, match_layer, match_scalars, match_tensor
 from dsv4core.model.names import EMBEDDING
 from dsv4core.model.rope import rope_table
 from dsv4core.model.shapes import layer_spec, model_shape, read_config, weight_block
@@ -68,9 +76,11 @@ class Checkpoint:
             CheckpointError: One line for each tensor that is missing, extra, misshapen or of a wrong dtype,
                 and for each file that cannot be read.
         """
-        found = (match_layer(self._files, self.shape, index, self.block) for index in layers)
         _, faults = match_tensor(self._files, EMBEDDING, self._embedding_spec, self.block)
-        self._report([*faults, *(line for _, problems in found for line in problems)])
+        for index in layers:
+            faults += match_layer(self._files, self.shape, index, self.block)[1]
+            faults += match_scalars(self._files, self.shape, index)[1]
+        self._report(faults)
 
     def layer(
         self,
@@ -104,8 +114,8 @@ class Checkpoint:
             if name != "attn_norm":
                 dtype = torch.float32 if name in _ALWAYS_FP32 else None
                 tensors[name] = _moved(self._weight(match, rank, tp_size), device, dtype)
-        rope = self.shape.rope_of(spec.kind)
-        return LayerWeights(tensors, rope_table(rope, self.shape.qk_rope_head_dim, max_positions, device))
+        rope = rope_table(self.shape.rope_of(spec.kind), self.shape.qk_rope_head_dim, max_positions, device)
+        return LayerWeights(tensors, rope, self._scales(index))
 
     def attn_norm(self, index: int) -> torch.Tensor:
         """Weight of the RMS norm before layer `index`'s attention: `[hidden_size]`, as stored, on the CPU.
@@ -141,6 +151,17 @@ class Checkpoint:
         table = torch.cat((empty, *rows))
         _refuse_bad_values(match.data, table)
         return table[position]
+
+    def _scales(self, index: int) -> LayerScales:
+        matches, problems = match_scalars(self._files, self.shape, index)
+        self._report(problems)
+        values = {name: float(self._files.read(stored)) for name, stored in matches.items()}
+        try:
+            return LayerScales(**values)
+        except ValueError as error:
+            raise WeightError(
+                f"The scales of layer {index}: {error} The checkpoint is damaged; get it again."
+            ) from error
 
     def _matches(self, index: int) -> dict[str, Match]:
         matches, problems = match_layer(self._files, self.shape, index, self.block)

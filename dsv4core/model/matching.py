@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from dsv4core.api import CheckpointError, ModelShape
 from dsv4core.model.files import TensorFiles
-from dsv4core.model.names import ATTENTION_SCOPES, layer_names, layer_prefixes, scale_names
+from dsv4core.model.names import (
+    ATTENTION_SCOPES,
+    SCALARS,
+    layer_names,
+    layer_prefixes,
+    scalar_names,
+    scale_names,
+)
 from dsv4core.model.shapes import layer_kind
 from dsv4core.model.tensors import FP8, SCALE, TensorSpec, layer_tensors
 
@@ -34,7 +41,7 @@ def match_layer(
     kind = layer_kind(shape, index)
     matches: dict[str, Match] = {}
     problems: list[str] = []
-    known: set[str] = set()
+    known = {spelling for name in SCALARS for spelling in scalar_names(shape, index, name)}
     for name, spec in layer_tensors(shape, kind).items():
         names = layer_names(shape, index, name)
         known.update(names, *(scale_names(spelling) for spelling in names))
@@ -46,6 +53,21 @@ def match_layer(
         for name in files.below(scope):
             if name not in known:
                 problems.append(f"{name}: found; expected none, as config.json makes the layer {kind.name}.")
+    return matches, problems
+
+
+def match_scalars(files: TensorFiles, shape: ModelShape, index: int) -> tuple[dict[str, str], list[str]]:
+    """Names of the scales that layer `index` has, by ours, and a line for each that does not fit."""
+    matches: dict[str, str] = {}
+    problems: list[str] = []
+    for name in SCALARS:
+        present = [spelling for spelling in scalar_names(shape, index, name) if spelling in files]
+        sizes = {1: TensorSpec((1,)), 0: TensorSpec(())}
+        if present:
+            size = sizes.get(len(files[present[0]].shape), sizes[0])
+            found, lines = _stored_name(files, present, size)
+            problems += lines
+            matches |= {} if found is None else {name: found}
     return matches, problems
 
 

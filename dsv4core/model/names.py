@@ -47,6 +47,14 @@ LAYER_TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Spellings of a layer's tensors below the layer's prefix, the official one first. Keys are our names."""
 
+SCALARS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "q": ("attn.q_scale", "self_attn.q_scale"),
+        "kv": ("attn.kv_scale", "self_attn.kv_scale"),
+    }
+)
+"""Spellings of a layer's scales for plain FP8 queries and caches, which few checkpoints have."""
+
 ATTENTION_SCOPES = ("attn.", "self_attn.")
 """Where a layer's attention tensors lie below its prefix."""
 
@@ -70,6 +78,11 @@ def layer_prefixes(shape: ModelShape, index: int) -> tuple[str, ...]:
 def layer_names(shape: ModelShape, index: int, name: str) -> list[str]:
     """Every spelling of tensor `name` of layer `index`, the official one first."""
     return [prefix + spelling for prefix in layer_prefixes(shape, index) for spelling in LAYER_TENSORS[name]]
+
+
+def scalar_names(shape: ModelShape, index: int, name: str) -> list[str]:
+    """Every spelling of the scale `name` of layer `index`, the official one first."""
+    return [prefix + spelling for prefix in layer_prefixes(shape, index) for spelling in SCALARS[name]]
 
 
 def scale_names(weight: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsv4core.api import SWA, KVCacheFormat, LayerKind, Limits, ModelShape, PageSizes, Request
+from dsv4core.api import SWA, KVCacheFormat, LayerKind, LayerScales, Limits, ModelShape, PageSizes, Request
 from dsv4core.api.kvcache import DTYPE_BYTES
 from dsv4core.api.selection import Seam
 from dsv4core.kvcache import KVCache, check_cache
@@ -43,6 +43,7 @@ class Case:
         poison: The byte that fills what nobody may read; None leaves that memory untouched.
         sizes: What the layers are but for heads, kinds and `index_topk`.
         others: Further kinds of the model, one layer each.
+        scales: Of each layer's FP8 queries, and of its caches where they have one scale.
     """
 
     kind: LayerKind = SWA
@@ -63,6 +64,7 @@ class Case:
     poison: int | None = NAN
     sizes: ModelShape = MODEL
     others: tuple[LayerKind, ...] = ()
+    scales: LayerScales = LayerScales()
 
     @property
     def model(self) -> ModelShape:
@@ -118,6 +120,8 @@ class Case:
             (pages, rows, format.row_width),
             (stride // DTYPE_BYTES[format.storage_dtype], format.row_width, 1),
         )
-        cache = KVCache(pool, format)
+        scaled = format.scale == "tensor" and self.scales.kv != 1
+        scale = torch.full((1,), self.scales.kv, device=device) if scaled else None
+        cache = KVCache(pool, format, scale)
         check_cache(cache, f"the host's {format.name} cache")
         return cache

@@ -63,7 +63,8 @@ class Host:
     def bind(self, sinks: torch.Tensor, weights: dict[str, Weight] | None = None) -> BoundLayer:
         """Build another layer of the kind, with sinks and perhaps weights of its own."""
         tensors = {"attn_sink": Weight(sinks), **(weights or {})}
-        return bind_layer(self.selection, self.spec, LayerWeights(tensors, self.rope), self.device)
+        own = LayerWeights(tensors, self.rope, self.case.scales)
+        return bind_layer(self.selection, self.spec, own, self.device)
 
     def bind_kind(self) -> BoundKind:
         """Build another shared state of the kind, as for a second group of block tables."""
@@ -176,8 +177,9 @@ class Host:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The definition's output and log-sum-exp for the same bytes, fp64 on the CPU."""
         model = self.spec.model
+        scale = self.case.scales.q if self.plan.q_dtype.startswith("float8") else 1.0
         out, lse = oracle.attend(
-            q[:, : self.spec.num_heads].float(),
+            q[:, : self.spec.num_heads].float() * scale,
             self.caches.window,
             self.caches.compressed,
             selected,

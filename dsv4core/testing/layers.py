@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from dsv4core.api import LayerCaches, LayerWeights, ModelShape, Request, Weight
+from dsv4core.api import LayerCaches, LayerScales, LayerWeights, ModelShape, Request, Weight
 from dsv4core.attention import DeepseekV4Attention
 from dsv4core.framework.binding import bind_layer
 from dsv4core.framework.selection import Selection, select
@@ -28,18 +28,19 @@ def backend_stack(subject: Subject, case: Case) -> AttentionStack:
     """
     case = case.settled(subject)
     selection = subject.select(case.request(subject, "layer"))
-    layers = [_layer(selection, index, subject.device) for index in range(len(case.model.layer_kinds))]
+    count, device = len(case.model.layer_kinds), subject.device
+    layers = [_layer(selection, index, device, case.scales) for index in range(count)]
     pools = CachePools(
         [layer.spec for layer in layers],
         selection.layout,
         case.page_sizes,
         case.limits,
-        subject.device,
+        device,
         case.decode_query_len,
         case.spare_pages,
         case.pool,
     )
-    return AttentionStack(selection, layers, subject.device, pools)
+    return AttentionStack(selection, layers, device, pools)
 
 
 def reference_stack(stack: AttentionStack) -> AttentionStack:
@@ -55,7 +56,7 @@ def reference_stack(stack: AttentionStack) -> AttentionStack:
         strided_pages=False,
     )
     chosen, device = select(request, "reference"), stack.layers[0].norm.device
-    layers = [_reference_layer(request, layer.spec.index, device) for layer in stack.layers]
+    layers = [_reference_layer(request, own.spec.index, device, own.scales) for own in stack.layers]
     return AttentionStack(chosen, layers, device)
 
 
@@ -72,22 +73,22 @@ def hidden_states(tokens: int, stack: AttentionStack, seed: int = 0) -> torch.Te
 
 
 @lru_cache(maxsize=8)
-def _reference_layer(request: Request, index: int, device: torch.device) -> StackedLayer:
+def _reference_layer(request: Request, index: int, device: torch.device, scales: LayerScales) -> StackedLayer:
     """Layers have no state of their own, so all stacks of one request share them."""
-    return _layer(select(request, "reference"), index, device)
+    return _layer(select(request, "reference"), index, device, scales)
 
 
-def _layer(selection: Selection, index: int, device: torch.device) -> StackedLayer:
+def _layer(selection: Selection, index: int, device: torch.device, scales: LayerScales) -> StackedLayer:
     request = selection.request
     model = request.model
     spec = layer_spec(model, index)
     table = rope_table(model.rope_of(spec.kind), model.qk_rope_head_dim, request.limits.max_model_len, device)
     tensors = {name: _on(weight, device) for name, weight in weights_of(model, index).items()}
     norm = tensors.pop("attn_norm").data
-    weights = LayerWeights(tensors, table)
+    weights = LayerWeights(tensors, table, scales)
     bound = bind_layer(selection, spec, weights, device)
     attention = DeepseekV4Attention(bound, weights, selection.layout, graph=request.graph)
-    return StackedLayer(attention, norm)
+    return StackedLayer(attention, norm, scales)
 
 
 @lru_cache(maxsize=16)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dsv4core.api import Step
-from dsv4core.api.kvcache import KVCacheFormat
 from dsv4core.attention import Projected
 from dsv4core.kvcache import KVCache
 from dsv4core.kvcache.codecs import decode_rows, encode_rows
@@ -53,7 +52,7 @@ class Account:
         slots = torch.tensor(sorted(self.rows), dtype=torch.long)
         if slots.numel():
             due = torch.stack([self.rows[slot] for slot in slots.tolist()])
-            found, due = cache.read(slots.to(cache.pool.device)).cpu(), _stored(cache.format, due)
+            found, due = cache.read(slots.to(cache.pool.device)).cpu(), _stored(cache, due)
             parts = [part for part in cache.format.parts if part.name != "scale"]
             widths = [part.width for part in parts]
             for part, own, other in zip(parts, found.split(widths, -1), due.split(widths, -1), strict=True):
@@ -65,9 +64,10 @@ class Account:
             assert not changed, f"{changed} bytes of the {name} cache changed that no row has."
 
 
-def _stored(format: KVCacheFormat, rows: torch.Tensor) -> torch.Tensor:
-    """Rows as the format holds them."""
-    return decode_rows(format, encode_rows(format, rows.float()))
+def _stored(cache: KVCache, rows: torch.Tensor) -> torch.Tensor:
+    """Rows as the cache's format holds them."""
+    scale = None if cache.scale is None else cache.scale.cpu()
+    return decode_rows(cache.format, encode_rows(cache.format, rows.float(), scale), scale)
 
 
 def _without(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
@@ -174,6 +174,7 @@ class Ledger:
             f"q has dtype {self.q.dtype}, and the plan says {dtype}."
         )
         due = oracle.queries(self.projected.q, step.positions, self.attention.rope, eps)
+        due = due / (self.case.scales.q if self.q.itemsize == 1 else 1.0)
         found = self.q[:, :heads].float()
         if self.q.itemsize == 1:  # what is below its normal numbers has no digits left
             normal = (due.square().mean(-1) >= 2.0**-12).to(found.device)

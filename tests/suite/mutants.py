@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 from dsv4core import ops
-from dsv4core.api import C4A, C128A, SWA, AttentionOutput, OutputSpec, hookimpl
+from dsv4core.api import C4A, C128A, OWN_OPS, SWA, AttentionOutput, LayerCaches, OutputSpec, hookimpl
 from dsv4core.backends import reference
 from dsv4core.backends.projection import OutputProjection
 from dsv4core.backends.reference_layer import ReferenceLayer, ReferenceStep
 from dsv4core.kvcache import KVCache, cache_layout
 from dsv4core.model.rope import rotate
+from dsv4core.testing.suite.test_caches import OTHERS
 
 OUTPUT = "attention output is off"
 
@@ -105,6 +106,31 @@ class Attention(Reference):
             pools.append((caches.compressed, entries))
         sinks = state.sinks if apply_sink else None
         return AttentionOutput(*self.attend(q, pools, layer.model.softmax_scale, sinks, want_lse))
+
+
+class ScaleIgnored(Reference):
+    """Codes of plain FP8 rows are taken for values."""
+
+    check, arguments = "test_rows_with_a_scale", {"kind": C4A}
+
+    @hookimpl
+    def dsv4_forward_mqa(self, state, q, caches, selected, step, kind_state, want_lse, apply_sink):
+        plain = {name: own and replace(own, scale=None) for name, own in vars(caches).items()}
+        own = (q, LayerCaches(**plain), selected, step, kind_state, want_lse, apply_sink)
+        return state.forward_mqa(*own)
+
+
+class ScaleNotWritten(Reference):
+    """Values of plain FP8 rows are stored without being divided."""
+
+    check, own = "test_what_steps_write_elsewhere", OWN_OPS
+    arguments: ClassVar[dict[str, Any]] = {"kind": SWA, "changes": OTHERS["fp8_e4m3-scaled"]}
+    says = "row part of rows of the window cache"
+
+    @hookimpl
+    def dsv4_insert_kv(self, layer, state, q, kv, positions, caches, step):
+        plain = replace(caches, window=replace(caches.window, scale=None))
+        return super().dsv4_insert_kv(layer, state, q, kv, positions, plain, step)
 
 
 class SinkIgnored(Attention):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits, PageSizes
+from dsv4core.api import C4A, C128A, SWA, LayerKind, LayerScales, Limits, PageSizes
 from dsv4core.testing.case import HUGE, NAN, Case
 from dsv4core.testing.compare import assert_attention, assert_lse, assert_same, snapshot
 from dsv4core.testing.host import Host
-from dsv4core.testing.subject import Subject
+from dsv4core.testing.subject import Elsewhere, Subject
 from dsv4core.testing.suite.marks import check, large
 
 KINDS = [pytest.param(kind, id=kind.name) for kind in (SWA, C4A, C128A)]
@@ -52,6 +52,17 @@ def test_cache_formats(dsv4: Subject, format: str, kind: LayerKind) -> None:
     """Each format that the backend accepts."""
     host = Host(dsv4, Case(kind, heads=0, kv_cache_dtype=format))
     compare(host, *STEPS["mixed"])
+
+
+@check("L3", reports=("vllm#43827", "vllm#55526"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_a_scale(dsv4: Subject, kind: LayerKind) -> None:
+    """Plain FP8 rows, and queries where the backend takes FP8, whose scales are not 1."""
+    scales = LayerScales(q=0.5, kv=0.0375)
+    host = Host(dsv4, Case(kind, heads=0, kv_cache_dtype="fp8_e4m3", scales=scales))
+    if host.caches.window.scale is None:
+        raise Elsewhere("Its rows have no scale of their cache.")
+    compare(host, *STEPS["mixed"], want_lse="lse" in dsv4.info.capabilities)
 
 
 @check("L3", core=True, reports=("tpu-inference#3536", "vllm#55927", "transformers#45820", "vllm#52109"))

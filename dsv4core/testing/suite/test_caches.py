@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits, PageSizes
+from dsv4core.api import C4A, C128A, SWA, LayerKind, LayerScales, Limits, PageSizes
 from dsv4core.attention import Projected
 from dsv4core.testing.case import Case
 from dsv4core.testing.compare import assert_same, snapshot
@@ -50,6 +50,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "128-heads": {"heads": 128},
     "bf16": {"kv_cache_dtype": "bf16"},
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp8_e4m3-scaled": {"kv_cache_dtype": "fp8_e4m3", "scales": LayerScales(q=0.05, kv=0.0375)},
     "pages-of-2": {"page_sizes": PageSizes(window=2, context=128, state=1)},
     "pages-of-61": {"page_sizes": PageSizes(window=61, context=128 * 61, state=3)},
     "pages-of-256": {"page_sizes": PageSizes(window=256, context=1024)},

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits
+from dsv4core.api import C4A, C128A, SWA, LayerKind, LayerScales, Limits
 from dsv4core.model.shapes import PRESETS
 from dsv4core.stack import AttentionStack
 from dsv4core.testing.case import Case
 from dsv4core.testing.compare import assert_rows
-from dsv4core.testing.layers import backend_stack, hidden_states, reference_stack
-from dsv4core.testing.subject import Subject
+from dsv4core.testing.layers import backend_stack, caches_of, hidden_states, reference_stack
+from dsv4core.testing.subject import Elsewhere, Subject
 from dsv4core.testing.suite.marks import check, large
 from dsv4core.testing.suite.test_attention import FORMATS
 from dsv4core.testing.tolerances import layer_tolerance
@@ -94,6 +94,25 @@ def test_layers_in_each_format(dsv4: Subject, format: str) -> None:
     """All kinds in one model, in each cache format that the backend accepts."""
     limits = Limits(max_tokens=140, max_requests=1, max_model_len=150, max_query_len=140)
     ours = backend_stack(dsv4, case(SWA, others=(C4A, C128A), limits=limits, kv_cache_dtype=format))
+    theirs = reference_stack(ours)
+    compare(ours, theirs, (0,), (140,))
+    compare(ours, theirs, (140,), (1,), 10)
+
+
+@check("L3", reports=("vllm#43827",))
+def test_layers_with_scales(dsv4: Subject) -> None:
+    """All kinds, with scales of plain FP8 caches and queries that are not 1."""
+    limits = Limits(max_tokens=140, max_requests=1, max_model_len=150, max_query_len=140)
+    scales = LayerScales(q=0.05, kv=0.0375)
+    changes: dict[str, Any] = {
+        "others": (C4A, C128A),
+        "limits": limits,
+        "kv_cache_dtype": "fp8_e4m3",
+        "scales": scales,
+    }
+    ours = backend_stack(dsv4, case(SWA, **changes))
+    if caches_of(ours).window.scale is None:
+        raise Elsewhere("Its rows have no scale of their cache.")
     theirs = reference_stack(ours)
     compare(ours, theirs, (0,), (140,))
     compare(ours, theirs, (140,), (1,), 10)
