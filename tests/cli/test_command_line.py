@@ -75,13 +75,13 @@ def test_the_choice_is_logged(run: Run, capsys: pytest.CaptureFixture[str]) -> N
 
 KEYS = (
     "backend, batch, bench, bench.*, checkpoint, chunk, decode, device, dtype, index_dtype, json, "
-    "kv_cache_dtype, layers, model, plugins.*, prefill, prompt, request.*, seed, verify, workload"
+    "kv_cache_dtype, layers, model, plugins.*, prefill, prompt, request.*, scales, seed, verify, workload"
 )
 MISTAKES = [
     (["rum"], "'rum' is not a command; did you mean 'run'?"),
     (
         ["backend=x"],
-        "'backend=x' is not a command; the commands are run, explain, plugins, bench, new, check.",
+        "'backend=x' is not a command; the commands are run, explain, plugins, bench, calibrate, new, check.",
     ),
     (
         ["run", "--jsn"],

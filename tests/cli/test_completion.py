@@ -31,7 +31,7 @@ def offered(capsys: Capture, monkeypatch: pytest.MonkeyPatch, line: str, shell: 
 
 
 LINES = [
-    ("dsv4 ", "--help --version bench check explain new plugins run"),
+    ("dsv4 ", "--help --version bench calibrate check explain new plugins run"),
     ("dsv4 e", "explain"),
     ("dsv4   run backend=", "backend=acme backend=auto backend=broken"),
     ("dsv4 run backend=a", "backend=acme backend=auto"),

@@ -85,7 +85,7 @@ def test_prompt_files_that_cannot_be_used(folder: Path) -> None:
 
 KEYS = (
     "backend, batch, bench, bench.*, checkpoint, chunk, decode, device, dtype, index_dtype, json, "
-    "kv_cache_dtype, layers, model, plugins.*, prefill, prompt, request.*, seed, verify, workload"
+    "kv_cache_dtype, layers, model, plugins.*, prefill, prompt, request.*, scales, seed, verify, workload"
 )
 PAGES = "request.page_sizes.context, request.page_sizes.state, request.page_sizes.window"
 REQUEST = (

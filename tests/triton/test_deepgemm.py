@@ -32,6 +32,8 @@ def fp8_einsum(
     tokens, groups, columns = codes.shape
     _, rows, _ = weight.shape
     if recipe == (1, 1, 128):
+        assert tokens == 1 or scale.stride(0) == 1, "Tokens of a group do not lie side by side."
+        assert weight_scale.stride(1) == 1
         scale, weight_scale = unpacked(scale), unpacked(weight_scale)
     else:
         assert recipe == (1, 128, 128)
@@ -46,9 +48,10 @@ def fp8_einsum(
 
 
 def packed(scale: torch.Tensor) -> torch.Tensor:
-    """Four exponents in an int32."""
-    exponents = (scale.log2() + 127).to(torch.uint8)
-    return torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4)).contiguous().view(torch.int32)
+    """Four exponents in an int32, rows side by side."""
+    assert scale.is_contiguous()
+    exponents = torch.nn.functional.pad((scale.log2() + 127).to(torch.uint8), (0, -scale.shape[-1] % 4))
+    return exponents.view(torch.int32).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def unpacked(scale: torch.Tensor) -> torch.Tensor:
@@ -99,6 +102,12 @@ def test_projection(library: None, tokens: int, packs: bool, monkeypatch: pytest
 
 def test_weights_that_are_refused() -> None:
     good = weight_of(512, 256)
-    for weight in (Weight(good.data.float()), Weight(good.data[:384], good.scale, (128, 128))):
+    assert good.scale is not None
+    for weight in (
+        Weight(good.data.float()),
+        Weight(good.data.float(), good.scale, (128, 128)),
+        Weight(good.data[:384], good.scale, (128, 128)),
+        Weight(good.data, good.scale * 1.5, (128, 128)),
+    ):
         with pytest.raises(ConfigError, match="for 2 groups, and DeepGEMM multiplies float8_e4m3fn in whole"):
             deepgemm.prepare_wo_a(weight, GROUPS)

@@ -25,7 +25,7 @@ def gather_rows(
     (requests, pages), (_, height, width) = block_table.shape, out.shape
     if out.numel():
         own = cache_arguments(cache)
-        _gather_rows[(requests, triton.cdiv(height, ROWS))](
+        _gather_rows[(triton.cdiv(height, ROWS), requests)](  # the second of a grid is 65,535 at most
             *(own[name] for name in ("pool", "page_stride", "scale")),
             *(block_table, block_table.stride(0), pages, first, count),
             *(out, out.stride(0), out.stride(1), height),
@@ -58,7 +58,7 @@ def _gather_rows(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    request, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    request, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     number = (tl.load(first + request) + row).to(tl.int32)
     here = (row < tl.load(count + request)) & (row < height) & (number // PAGE_SIZE < pages)
     table = block_table + request.to(tl.int64) * table_stride

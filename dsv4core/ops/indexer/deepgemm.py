@@ -10,8 +10,6 @@ from dsv4core.kvcache import KVCache
 
 PAGE_SIZE = 64
 """Keys a page that sm_90's kernel takes; sm_100's takes 32, too."""
-HEADS, WIDTHS = (32, 64), (32, 64, 128)
-"""Heads of the indexer, and widths of a key, that the kernels are compiled for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +43,7 @@ def plan_scores(
     requests, pages = block_table.shape
     lengths = visible.clamp(1, pages * PAGE_SIZE).int()[:, None].contiguous()
     rows = block_table[token_to_request.long().clamp(0, requests - 1)].clamp_min(0)
-    processors = torch.cuda.get_device_properties(visible.device).multi_processor_count
-    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, processors)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, deep_gemm.get_num_sms())
     return ScorePlan(lengths, rows, schedule)
 
 

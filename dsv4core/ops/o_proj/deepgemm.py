@@ -36,6 +36,16 @@ class GroupedWeight:
         return self.data.nbytes + self.scale.nbytes
 
 
+def serves(weight: Weight, groups: int) -> bool:
+    """Whether `wo_a` is FP8 in whole blocks of 128 x 128, with scales that are powers of two."""
+    rows, columns = weight.data.shape
+    blocks = weight.block == (BLOCK, BLOCK) and columns % BLOCK == 0 and rows % (groups * BLOCK) == 0
+    if weight.scale is None or weight.data.dtype != torch.float8_e4m3fn or not blocks:
+        return False
+    mantissa, _ = torch.frexp(weight.scale.float())
+    return bool((mantissa == 0.5).all())
+
+
 def prepare_wo_a(weight: Weight, groups: int) -> GroupedWeight:
     """Bring `wo_a` into the form of this GPU: its FP8 data as they are.
 
@@ -44,14 +54,15 @@ def prepare_wo_a(weight: Weight, groups: int) -> GroupedWeight:
         groups: Output groups of this rank.
 
     Raises:
-        ConfigError: It is not FP8 in such blocks, or a group is no whole number of them.
+        ConfigError: It is not FP8 in such blocks, a group is no whole number of them, or a scale is no power
+            of two.
     """
     rows, columns = weight.data.shape
-    if weight.scale is None or weight.block != (BLOCK, BLOCK) or columns % BLOCK or rows % (groups * BLOCK):
+    if weight.scale is None or not serves(weight, groups):
         raise ConfigError(
             f"wo_a of {rows} x {columns} {weight.data.dtype} in blocks of {weight.block} was given for "
-            f"{groups} groups, and DeepGEMM multiplies float8_e4m3fn in whole blocks of {BLOCK} x {BLOCK}; "
-            "store it so, or leave the output projection to the core."
+            f"{groups} groups, and DeepGEMM multiplies float8_e4m3fn in whole blocks of {BLOCK} x {BLOCK}, "
+            "scaled by powers of two; multiply it with the core's kernels."
         )
     data = weight.data.contiguous().view(groups, rows // groups, columns)
     scale = weight.scale.float().view(groups, rows // groups // BLOCK, columns // BLOCK).contiguous()
@@ -89,8 +100,8 @@ def o_proj(
     if tokens:
         codes, scale = inverse_rope_quant(attention, positions, rope)
         codes, scale = codes.view(tokens, groups, columns), scale.view(tokens, groups, columns // BLOCK)
-        if wo_a.recipe[1] == 1:
-            scale = _packed(scale)
+        if wo_a.recipe[1] == 1:  # by groups, whose tokens lie side by side
+            scale = _packed(scale.transpose(0, 1).contiguous()).transpose(0, 1)
         rows, weight = (codes, scale), (wo_a.data, wo_a.scale)
         deep_gemm.fp8_einsum("bhr,hdr->bhd", rows, weight, low_rank, recipe=wo_a.recipe)
     return linear(low_rank.flatten(1), wo_b)

@@ -115,9 +115,9 @@ def test_ranks_that_all_cannot(ranks: Any, config: Any) -> None:
     asked: list[str] = []
     ranks(lambda verdict, summary: (asked.append(verdict) or verdict, summary))
     with pytest.raises(ConfigError) as caught:
-        make_layer(config({"backend": "flashmla"}))
+        make_layer(config({"backend": "rocm_aiter"}))
     assert asked == [str(caught.value)]
-    assert "Run `pip install dsv4-plugin-flashmla`" in asked[0]
+    assert "Run `pip install dsv4-plugin-rocm-aiter`" in asked[0]
 
 
 def test_any_failure_of_a_rank_reaches_the_others(

@@ -96,9 +96,9 @@ MISTAKES = [
         'additional_config["dsv4"]["options"] belong to a named backend; name it.',
     ),
     (
-        {"backend": "flashmla"},
-        "backend=flashmla cannot run this request: [package-missing] Backend 'flashmla' is not installed. "
-        "Run `pip install dsv4-plugin-flashmla`. What could run here, if you name it: ",
+        {"backend": "rocm_aiter"},
+        "backend=rocm_aiter cannot run this request: [package-missing] Backend 'rocm_aiter' is not "
+        "installed. Run `pip install dsv4-plugin-rocm-aiter`. What could run here, if you name it: ",
     ),
 ]
 
@@ -226,12 +226,12 @@ def test_auto_that_finds_nothing_says_so_in_one_line(
     from dsv4_vllm import choice
 
     select = choice.select
-    monkeypatch.setattr(choice, "select", lambda request: select(request, order={"cpu": ["flashmla"]}))
+    monkeypatch.setattr(choice, "select", lambda request: select(request, order={"cpu": ["rocm_aiter"]}))
     with pytest.raises(ConfigError) as caught:
         make_layer("cpu", config({"backend": "auto"}))
     text = str(caught.value)
     assert text.startswith(
-        'additional_config["dsv4"]["backend"]="auto" found none that can run this (flashmla: [pack'
+        'additional_config["dsv4"]["backend"]="auto" found none that can run this (rocm_aiter: [pack'
     )
     assert text.endswith("; name one.")
     assert "\n" not in text

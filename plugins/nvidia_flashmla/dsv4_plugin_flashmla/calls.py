@@ -13,7 +13,8 @@ from dsv4_plugin_flashmla import library
 from dsv4core.api import ConfigError
 from dsv4core.kvcache import KVCache
 
-DECODE, PREFILL = library.flavour(flash_mla)
+DECODE_MORE, PREFILL_MORE = library.flavour(flash_mla)
+"""Arguments that this distribution needs besides."""
 PAGE_MULTIPLE = 576
 """Bytes that page strides are a multiple of: sm_100's kernels load pages by TMA, as rows of 576 bytes."""
 
@@ -76,7 +77,7 @@ def decode(
         attn_sink=sinks,
         topk_length=window.lengths,
         **extra,
-        **DECODE,
+        **DECODE_MORE,
     )
     return out[:, 0], lse[..., 0]
 
@@ -110,7 +111,7 @@ def prefill(
         d_v=512,
         attn_sink=sinks,
         topk_length=lengths,
-        **PREFILL,
+        **PREFILL_MORE,
     )
     return out, lse
 

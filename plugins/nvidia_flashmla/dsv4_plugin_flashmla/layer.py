@@ -87,7 +87,7 @@ class SharedStep:
     def _plan_scores(self, step: Step, visible: torch.Tensor, requests: torch.Tensor) -> None:
         """A step of decodes alone: those of others are scored with the prefills' queries."""
         self.scores = None
-        if self._scores and 0 < step.num_tokens == step.num_decode_tokens:
+        if self._scores and 0 < step.num_tokens == step.num_decode_tokens and self._chooses(step):
             table = step.compressed[self.kind.name].block_table
             self.scores = deepgemm.plan_scores(visible, requests, table)
 
@@ -114,6 +114,13 @@ class SharedStep:
 
     def _captures(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _chooses(self, step: Step) -> bool:
+        """Whether a query may see more entries than it attends, as the layer decides it."""
+        longest = step.limits.max_model_len
+        if step.host_lengths is not None and not self._request.graph:
+            longest = max(step.host_lengths.total, default=0)
+        return self.kind.visible_entries(longest) > self._request.model.index_topk
 
     def chosen(self, selected: torch.Tensor, step: Step) -> torch.Tensor:
         """Slots of the entries that queries in place have chosen in one layer."""
@@ -144,18 +151,21 @@ class Layer:
         self._operations = operations_of(plan)
         self._sinks = torch.full((plan.padded_q_heads,), float("-inf"), device=device)
         self._sinks[: layer.num_heads] = weights["attn_sink"].data.float()
-        self._deep_gemm = plan.core_ops == "triton" and library.has_deep_gemm("host")
+        self._deep_gemm = False
         self._weights: tuple[Any, Any] | None = None
         if "wo_a" in weights.tensors and "wo_b" in weights.tensors:
             wo_b = self._operations.prepare_linear(weights["wo_b"])
             self._weights = (self._prepared(weights), wo_b)
 
     def _prepared(self, weights: LayerWeights) -> Any:
-        if not self._deep_gemm:
-            return self._operations.prepare_linear(weights["wo_a"])
-        from dsv4core.ops.o_proj.deepgemm import prepare_wo_a
+        """`wo_a` for DeepGEMM, or for the core where the checkpoint has it otherwise."""
+        if self.plan.projection_dtype:
+            from dsv4core.ops.o_proj.deepgemm import prepare_wo_a, serves
 
-        return prepare_wo_a(weights["wo_a"], self.layer.num_groups)
+            if serves(weights["wo_a"], self.layer.num_groups):
+                self._deep_gemm = True
+                return prepare_wo_a(weights["wo_a"], self.layer.num_groups)
+        return self._operations.prepare_linear(weights["wo_a"])
 
     def index_logits(
         self,

@@ -18,12 +18,20 @@ from dsv4core.api.selection import Probe
 
 FLASH_MLA = ("sgl-flash-mla", "tokenspeed-flashmla")
 DEEP_GEMM = ("sgl-deep-gemm", "tokenspeed-deepgemm")
-DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 NEEDED = {
-    DECODE: ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
-    PREFILL: ("attn_sink", "topk_length"),
+    "get_mla_metadata": (),
+    "flash_mla_with_kvcache": (
+        *("indices", "topk_length", "attn_sink"),
+        *("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
+    ),
+    "flash_mla_sparse_fwd": ("attn_sink", "topk_length"),
 }
 """Functions of FlashMLA, and parameters that builds for DeepSeek-V4 have."""
+PRODUCTS = (
+    *("fp8_einsum", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms"),
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
+)
+"""Functions of DeepGEMM."""
 
 
 def requirement() -> Requirement:
@@ -58,9 +66,7 @@ def flash_mla_reasons(probe: Probe) -> Iterator[Reason]:
     """Why the installed FlashMLA cannot be used, beyond being absent."""
     found = [name for name in FLASH_MLA if installed(name)]
     if len(found) > 1:
-        text = f"{' and '.join(found)} are installed, and both write the files of `flash_mla`."
-        fix = f"Run `pip uninstall {' '.join(found)}`, then `{flash_mla_install(installed('torch'))}`."
-        yield Reason("package-wrong", text, fix)
+        yield _two_of_one_name(found, "flash_mla", flash_mla_install(installed("torch")))
     elif found and probe == "host":
         title, torch = f"{found[0]} {installed(found[0])}", installed("torch")
         fix = f"Run `pip uninstall {found[0]}`, then `{flash_mla_install(torch)}`."
@@ -72,6 +78,18 @@ def flash_mla_reasons(probe: Probe) -> Iterator[Reason]:
         else:
             if lacking:
                 yield Reason("package-version", f"{title} has no {', '.join(lacking)}.", fix)
+
+
+def deep_gemm_reasons() -> Iterator[Reason]:
+    """Two builds of DeepGEMM, whose files are mixed."""
+    found = [name for name in DEEP_GEMM if installed(name)]
+    if len(found) > 1:
+        yield _two_of_one_name(found, "deep_gemm", deep_gemm_install(installed("torch")))
+
+
+def _two_of_one_name(found: list[str], module: str, install: str) -> Reason:
+    text = f"{' and '.join(found)} are installed, and both write the files of `{module}`."
+    return Reason("package-wrong", text, f"Run `pip uninstall {' '.join(found)}`, then `{install}`.")
 
 
 def _lacking(module: ModuleType) -> Iterator[str]:
@@ -96,14 +114,24 @@ def flavour(module: ModuleType) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def has_deep_gemm(probe: Probe) -> bool:
     """Whether DeepGEMM can take the output projection and the indexer's scores."""
-    if not any(installed(name) for name in DEEP_GEMM):
-        return False
+    return not deep_gemm_lacking(probe)
+
+
+def deep_gemm_lacking(probe: Probe) -> str:
+    """Why DeepGEMM cannot be used, and what to do; empty if it can."""
+    found = next((f"{name} {installed(name)}" for name in DEEP_GEMM if installed(name)), "")
+    if not found:
+        return f"DeepGEMM: `{deep_gemm_install(installed('torch'))}`"
     if probe == "static":
-        return True
+        return ""
     try:
-        return hasattr(import_module("deep_gemm"), "fp8_einsum")
-    except (ImportError, OSError, AssertionError, RuntimeError):  # other torch, no compiler
-        return False
+        module = import_module("deep_gemm")
+    except Exception as error:  # of another torch, or without nvcc
+        text = f"{found} cannot be imported: {type(error).__name__}: {error}"
+        return f"{text}; it needs nvcc 12.3 and `{deep_gemm_install(installed('torch'))}`"
+    missing = [name for name in PRODUCTS if not hasattr(module, name)]
+    install = deep_gemm_install(installed("torch"))
+    return f"{found} has no {', '.join(missing)}; `{install}`" if missing else ""
 
 
 def installed(distribution: str) -> str | None:

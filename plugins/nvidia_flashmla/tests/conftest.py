@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import stub_deep_gemm
@@ -25,7 +25,6 @@ def dsv4_backend_info():
     return replace(info, platforms=("cpu",), requirements=())
 
 
-PROCESSORS = SimpleNamespace(multi_processor_count=132)
 STUBBED = ModuleType("stubbed")
 vars(STUBBED).update({name: hook for name, hook in vars(plugin).items() if name.startswith("dsv4_")})
 STUBBED.dsv4_backend_info = dsv4_backend_info
@@ -37,8 +36,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setitem(sys.modules, "flash_mla", stub_flash_mla)
         monkeypatch.setitem(sys.modules, "deep_gemm", stub_deep_gemm)
-        monkeypatch.setattr(library, "has_deep_gemm", lambda probe: True)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROCESSORS)
+        monkeypatch.setattr(library, "deep_gemm_lacking", lambda probe: "")
         sys.modules["stubbed_flashmla"] = STUBBED
         declare_backends(
             tmp_path,

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 
+def get_num_sms() -> int:
+    return 132
+
+
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: None = None
 ) -> torch.Tensor:
@@ -15,6 +19,7 @@ def get_paged_mqa_logits_metadata(
     assert context_lens.is_contiguous()
     assert bool((context_lens > 0).all()), "The kernel reads out of bounds without any work."
     assert block_kv == 64
+    assert num_sms == get_num_sms()
     schedule = torch.zeros(num_sms + 1, 2, dtype=torch.int32)
     schedule[0, 0] = int(context_lens.sum())
     return schedule
@@ -45,6 +50,7 @@ def fp8_paged_mqa_logits(
     assert block_table.shape[0] == tokens
     assert block_table.dtype == torch.int32
     assert block_table.stride(1) == 1
+    assert schedule_meta.shape == (get_num_sms() + 1, 2)
     assert schedule_meta[0, 0] == context_lens.sum(), "A schedule of other lengths."
     logits = torch.full((tokens, max_context_len), float("nan"))
     for token in range(tokens):

@@ -76,7 +76,8 @@ def flash_mla_with_kvcache(
         _check_lengths(lengths, batch)
     _check_schedule(tile_scheduler_metadata, q, pools)
     rows = torch.cat([_read(cache, slots, lengths) for cache, slots, lengths in pools], dim=2)
-    out, lse = _attend(q, rows, softmax_scale or 512**-0.5, attn_sink)
+    named = torch.cat([_named(slots, lengths) for _, slots, lengths in pools], dim=2)
+    out, lse = _attend(q, rows, named, softmax_scale or 512**-0.5, attn_sink)
     return out, lse.transpose(1, 2)
 
 
@@ -101,9 +102,10 @@ def flash_mla_sparse_fwd(
     _check_table(indices, (tokens, 1), 128)
     _check_lengths(topk_length, tokens)
     named = _named(indices, topk_length) & (indices < len(kv))
+    behind = ~_named(torch.zeros_like(indices), topk_length)
+    assert bool((indices[behind] == -1).all()), "A row behind the length may be NaN, and reach the output."
     rows = kv[:, 0].float()[torch.where(named, indices, 0).long()]
-    rows = torch.where(named[..., None], rows, math.nan)
-    out, lse = _attend(q[:, None], rows, sm_scale, attn_sink)
+    out, lse = _attend(q[:, None], rows, named, sm_scale, attn_sink)
     return out[:, 0], torch.zeros_like(lse[:, 0]), lse[:, 0]
 
 
@@ -185,10 +187,12 @@ def _read(cache: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor | None
 
 
 def _attend(
-    q: torch.Tensor, rows: torch.Tensor, scale: float, sinks: torch.Tensor | None
+    q: torch.Tensor, rows: torch.Tensor, named: torch.Tensor, scale: float, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[batch, queries, heads, 512]`, and the log-sum-exp, plus infinity where there is nothing."""
-    named = ~rows[..., 0].isnan()
+    """`[batch, queries, heads, 512]`, and the log-sum-exp, plus infinity where there is nothing.
+
+    NaN of a row that is named comes through.
+    """
     rows = torch.where(named[..., None], rows, 0.0)
     scores = torch.einsum("bqhd,bqkd->bqhk", q.float(), rows) * scale
     scores = scores.masked_fill(~named[:, :, None], -math.inf)

@@ -12,7 +12,7 @@ from dsv4_plugin_flashmla import library, plugin
 from dsv4_plugin_flashmla.plugin import FlashMLAOptions
 
 from dsv4core.api import ConfigError, Limits, PageSizes, Request
-from dsv4core.kvcache import allocate_cache, cache_layout
+from dsv4core.kvcache import KV_CACHE_DTYPES, accepted_dtypes, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS, layer_spec
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.test_calls import *  # noqa: F403
@@ -44,7 +44,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changes", "code", "text"),
     [
-        ({"arch": "sm_120"}, "arch", "FlashMLA has kernels for sm_90 and sm_100, and this is sm_120."),
+        ({"arch": "sm_120"}, "arch", "It is made for sm_90 and sm_100, and this is sm_120."),
         ({"num_heads": 256}, "q-heads", "256 query heads a rank, and FlashMLA has kernels of 128 at most."),
         ({"dtype": "float32"}, "model", "Activations are float32, and FlashMLA's queries and outputs are"),
         ({"context_parallel": 2}, "parallel", "context_parallel=2, and a rank's kernels read the whole"),
@@ -61,10 +61,11 @@ def test_refusals(changes: dict[str, Any], code: str, text: str) -> None:
 
 
 def test_plain_rows_are_refused() -> None:
-    for asked in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
-        assert (
-            plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype=asked)).window.name == "fp8_ds_mla"
-        )
+    accepted = accepted_dtypes(KV_CACHE_DTYPES, plugin.KV_FORMATS)
+    assert accepted == ["auto", "fp8", "fp8_ds_mla", "fp8_e4m3"]
+    for asked in accepted:
+        layout = plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype=asked))
+        assert (layout.window.name, layout.compressed.name) == ("fp8_ds_mla", "fp8_ds_mla")
     with pytest.raises(ConfigError, match="kv_cache_dtype=bf16 is not one that backend=flashmla can store"):
         plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype="bf16"))
 
@@ -113,6 +114,37 @@ def test_two_libraries_of_one_name(nothing_installed: dict[str, str]) -> None:
         "sgl-flash-mla and tokenspeed-flashmla are installed, and both write the files of `flash_mla`."
     )
     assert "pip uninstall sgl-flash-mla tokenspeed-flashmla" in str(reason.fix)
+
+
+def test_two_deepgemms(nothing_installed: dict[str, str]) -> None:
+    nothing_installed |= {"sgl-deep-gemm": "0.1.4.post1", "tokenspeed-deepgemm": "2.5.0"}
+    (reason,) = plugin.dsv4_unsupported_reasons(REQUEST, FlashMLAOptions())
+    assert reason.text.startswith("sgl-deep-gemm and tokenspeed-deepgemm are installed, and both write")
+
+
+def test_a_deepgemm_that_does_not_work(
+    nothing_installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> ModuleType:
+        raise AssertionError("CUDA_HOME is not set")
+
+    nothing_installed["sgl-deep-gemm"] = "0.1.4.post1"
+    assert library.deep_gemm_lacking("static") == ""
+    monkeypatch.setattr(library, "import_module", broken)
+    assert library.deep_gemm_lacking("host") == (
+        "sgl-deep-gemm 0.1.4.post1 cannot be imported: AssertionError: CUDA_HOME is not set; it needs nvcc "
+        "12.3 and `pip install sgl-deep-gemm==0.1.4.post1`"
+    )
+    monkeypatch.setattr(library, "import_module", ModuleType)
+    assert "has no fp8_einsum, fp8_paged_mqa_logits, " in library.deep_gemm_lacking("host")
+
+
+def test_workspace_is_bounded_by_what_is_attended() -> None:
+    """A million tokens of context are two gigabytes of gathered rows, and not of tables of all entries."""
+    limits = Limits(max_tokens=8192, max_requests=64, max_model_len=1 << 20, max_query_len=8192)
+    request = replace(REQUEST, limits=limits)
+    plan = plugin.dsv4_plan_layer(request, layer_spec(request.model, 2), FlashMLAOptions())
+    assert 1 << 30 < plan.workspace_bytes < 6 << 30
 
 
 def test_a_library_of_another_torch(

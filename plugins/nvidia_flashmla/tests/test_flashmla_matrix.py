@@ -41,13 +41,14 @@ def poisoned(page_size: int, random: torch.Generator) -> tuple[KVCache, torch.Te
 def table(
     used: torch.Tensor, tokens: int, width: int, lengths: bool, random: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots with holes, a row of nothing, and how many columns of each row count."""
+    """Slots with holes, a row of nothing, and how many columns of each row count: none of the first."""
     slots = used[torch.randint(len(used), (tokens, width), generator=random).to(DEVICE)].int()
     slots[(torch.rand(tokens, width, generator=random) < 0.1).to(DEVICE)] = -1
     slots[tokens // 2] = -1
-    count = (
-        torch.randint(1, width + 1, (tokens,), generator=random) if lengths else torch.full((tokens,), width)
-    )
+    count = torch.full((tokens,), width)
+    if lengths:
+        count = torch.randint(width + 1, (tokens,), generator=random)
+        count[0] = 0
     return slots, count.int().to(DEVICE)
 
 
@@ -95,7 +96,7 @@ def random_sinks(heads: int, random: torch.Generator) -> torch.Tensor:
 CASES = [
     (heads, batch, queries, page, width)
     for heads in (64, 128)
-    for batch, queries in ((4, 1), (74, 1), (321, 1), (4, 3), (74, 3))
+    for batch, queries in ((4, 1), (74, 1), (321, 1), (4, 3), (74, 3), (321, 3))
     for page in (2, 61, 64, 69, 576)
     for width in (64, 576, 2048)
 ]
@@ -109,12 +110,16 @@ def test_decode(stub: None, heads: int, batch: int, queries: int, page: int, wid
 
     random, tokens = torch.Generator().manual_seed(page + width), batch * queries
     q = values(tokens, heads, 512, random=random)
-    window, used = poisoned(64, random)
-    compressed, others = poisoned(page, random)
+    multiple = 64 if heads == 64 else 128
+    caches = [poisoned(size, random) for size in (page, 64)]
     for more, lengths, with_sinks in ((True, True, True), (True, False, False), (False, True, True)):
-        pools = [(window, *table(used, tokens, 128, lengths, random))]
-        if more:
-            pools.append((compressed, *table(others, tokens, -(-width // 128) * 128, lengths, random)))
+        widths = (-(-width // multiple) * multiple, 128)[: 1 + more]
+        pools = [
+            (cache, *table(used, tokens, columns, lengths, random))
+            for (cache, used), columns in zip(caches, widths, strict=False)
+        ]
+        if more and not lengths:
+            pools.reverse()  # the wide one, with pages of any size, is the further one
         sinks = random_sinks(heads, random) if with_sinks else None
         arguments = (q, [calls.Pool(*own) for own in pools], SCALE, sinks)
         out, lse = calls.decode(*arguments, calls.schedule())
@@ -136,6 +141,7 @@ def test_prefill(stub: None, heads: int, tokens: int, width: int) -> None:
     q = values(tokens, heads, 512, random=random)
     cache, used = poisoned(64, random)
     slots, lengths = table(used, tokens, width, True, random)
+    slots[torch.arange(width, device=DEVICE) >= lengths[:, None]] = -1  # or their NaN might come through
     rows = cache.read(torch.arange(cache.num_pages * 64, device=DEVICE)).bfloat16()
     for sinks in (random_sinks(heads, random), None):
         out, lse = calls.prefill(q, rows, slots, lengths, SCALE, sinks)

@@ -1,0 +1,34 @@
+"""Whose schedule a call takes, where plans or calls are captured."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4core.api import SWA
+from dsv4core.testing.case import Case
+from dsv4core.testing.host import Host
+from dsv4core.testing.subject import Subject
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_shared_by_what_is_captured_alike(
+    dsv4: Subject, planned: bool, called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers share a schedule behind a plan of their own kind; a graph of a layer alone makes its own."""
+    from dsv4_plugin_flashmla.layer import SharedStep
+
+    host = Host(dsv4, Case(SWA, heads=0))
+    shared = host.kind.state
+    assert not shared._captures()
+    monkeypatch.setattr(SharedStep, "_captures", lambda self: planned)
+    step = host.build((3, 200), (1, 1))
+    host.plan_step(step)
+    monkeypatch.setattr(SharedStep, "_captures", lambda self: called)
+    ((_, holder),) = shared.turns
+    q = host.query(step)
+    for _ in range(2):  # layers of the kind
+        host.attend(step, q, None)
+    assert (holder.made_for is not None if hasattr(holder, "made_for") else holder.have_initialized) == (
+        planned == called
+    )
