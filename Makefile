@@ -62,7 +62,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm --editable plugins/nvidia_flashmla
+	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm --editable plugins/nvidia_flashmla && \
+		$(BIN)/pip install --quiet --no-deps --editable plugins/nvidia_flashinfer # its kernels are gigabytes
 	touch $@ $(VENV)/.installed
 
 clean:

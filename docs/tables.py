@@ -27,6 +27,7 @@ OURS = {
     "reference": "dsv4core.backends.reference",
     "triton": "dsv4core.backends.triton",
     "flashmla": "dsv4_plugin_flashmla.plugin",
+    "flashinfer": "dsv4_plugin_flashinfer.plugin",
 }
 """Backends of the repository, and their modules."""
 PROVEN: dict[str, tuple[str, str, str]] = json.loads((DOCS / "proven.json").read_text())

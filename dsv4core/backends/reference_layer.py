@@ -10,7 +10,7 @@ from dsv4core import ops
 from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWeights
 from dsv4core.api.model import LayerKind
 from dsv4core.api.step import Step
-from dsv4core.backends.projection import OutputProjection
+from dsv4core.ops.o_proj.prepared import OutputProjection
 
 
 class ReferenceStep:

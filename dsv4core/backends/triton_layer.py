@@ -13,9 +13,9 @@ from dsv4core.api.layer import AttentionOutput, LayerCaches, LayerSpec, LayerWei
 from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
-from dsv4core.backends.projection import OutputProjection
 from dsv4core.backends.triton_gather import Chunk, gather_chunks
 from dsv4core.ops import triton as kernels
+from dsv4core.ops.o_proj.prepared import OutputProjection
 from dsv4core.ops.sparse_mla import Rows
 from dsv4core.ops.sparse_mla.schedule_triton import Schedule, Table, schedule
 from dsv4core.ops.sparse_mla.triton import attend, results

@@ -29,6 +29,8 @@ MODULES = (
     "dsv4core.framework.selection",
     "dsv4core.framework.binding",
     "dsv4core.hydra",
+    "dsv4core.libraries",
+    "dsv4core.ops.o_proj.prepared",
     "dsv4core.workspace",
 )
 

@@ -11,10 +11,10 @@ import torch
 from dsv4core import ops
 from dsv4core.api import C4A, C128A, OWN_OPS, SWA, AttentionOutput, LayerCaches, OutputSpec, hookimpl
 from dsv4core.backends import reference
-from dsv4core.backends.projection import OutputProjection
 from dsv4core.backends.reference_layer import ReferenceLayer, ReferenceStep
 from dsv4core.kvcache import KVCache, cache_layout
 from dsv4core.model.rope import rotate
+from dsv4core.ops.o_proj.prepared import OutputProjection
 from dsv4core.testing.suite.test_caches import OTHERS
 
 OUTPUT = "attention output is off"

@@ -11,10 +11,9 @@ from dsv4_plugin_flashmla import calls, library
 from dsv4_plugin_flashmla.calls import Pool
 from dsv4_plugin_flashmla.plugin import MOST_ROWS, scores_by_deep_gemm
 from dsv4_plugin_flashmla.prefill import Chunk, chunks
-from dsv4core import ops
+from dsv4core import libraries, ops
 from dsv4core.api import (
     AttentionOutput,
-    DSV4Error,
     LayerCaches,
     LayerKind,
     LayerPlan,
@@ -25,6 +24,7 @@ from dsv4core.api import (
 )
 from dsv4core.ops.indexer import deepgemm
 from dsv4core.ops.indexer.deepgemm import ScorePlan
+from dsv4core.ops.o_proj.prepared import OutputProjection
 
 
 def operations_of(plan: LayerPlan) -> Any:
@@ -151,21 +151,9 @@ class Layer:
         self._operations = operations_of(plan)
         self._sinks = torch.full((plan.padded_q_heads,), float("-inf"), device=device)
         self._sinks[: layer.num_heads] = weights["attn_sink"].data.float()
-        self._deep_gemm = False
-        self._weights: tuple[Any, Any] | None = None
-        if "wo_a" in weights.tensors and "wo_b" in weights.tensors:
-            wo_b = self._operations.prepare_linear(weights["wo_b"])
-            self._weights = (self._prepared(weights), wo_b)
-
-    def _prepared(self, weights: LayerWeights) -> Any:
-        """`wo_a` for DeepGEMM, or for the core where the checkpoint has it otherwise."""
-        if self.plan.projection_dtype:
-            from dsv4core.ops.o_proj.deepgemm import prepare_wo_a, serves
-
-            if serves(weights["wo_a"], self.layer.num_groups):
-                self._deep_gemm = True
-                return prepare_wo_a(weights["wo_a"], self.layer.num_groups)
-        return self._operations.prepare_linear(weights["wo_a"])
+        self._projection = OutputProjection(
+            layer, weights, self._operations, deep_gemm=bool(plan.projection_dtype)
+        )
 
     def index_logits(
         self,
@@ -223,30 +211,15 @@ class Layer:
         return pools
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate back and project to `[tokens, hidden_size]`.
-
-        Raises:
-            DSV4Error: The host kept the output projection's weights to itself.
-        """
-        if self._weights is None:
-            raise DSV4Error(
-                f"{self.layer.name} was asked for its output projection and was built without wo_a and wo_b;"
-                " pass them with its weights, or project in the host."
-            )
-        project = self._operations.o_proj
-        if self._deep_gemm:
-            from dsv4core.ops.o_proj.deepgemm import o_proj as project
-        heads = attention[:, : self.layer.num_heads]
-        result: torch.Tensor = project(heads, positions, self.rope, *self._weights, self.layer.num_groups)
-        return result
+        """Rotate back and project to `[tokens, hidden_size]`."""
+        return self._projection(attention[:, : self.layer.num_heads], positions)
 
     def describe(self) -> dict[str, Any]:
         """Kernels, versions of their libraries, and the bytes of the prepared weights."""
-        names = (*library.FLASH_MLA, *library.DEEP_GEMM, "torch")
-        versions = {name: found for name in names if (found := library.installed(name))}
-        prepared = sum(weight.nbytes for weight in self._weights or ())
-        product = "deepgemm" if self._deep_gemm else "core"
-        return {"kernel": "flash_mla", "o_proj": product, **versions, "prepared_bytes": prepared}
+        names = (*library.FLASH_MLA, *libraries.DEEP_GEMM, "torch")
+        versions = {name: found for name in names if (found := libraries.installed(name))}
+        own = {"o_proj": self._projection.product, "prepared_bytes": self._projection.nbytes}
+        return {"kernel": "flash_mla", **versions, **own}
 
 
 def _whole(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dsv4_plugin_flashmla import library
+from dsv4core import libraries
 from dsv4core.api import (
     API_VERSION,
     AttentionOutput,
@@ -108,7 +109,7 @@ def _reasons(request: Request, options: FlashMLAOptions) -> Iterator[Reason]:
         text = f"It is made for {' and '.join(ARCHITECTURES)}, and this is {request.arch}."
         yield Reason("arch", text, "Use backend=triton.")
     yield from library.flash_mla_reasons(request.probe)
-    yield from library.deep_gemm_reasons()
+    yield from libraries.deep_gemm_reasons()
     if request.num_heads > HEADS[-1]:
         text = f"{request.num_heads} query heads a rank, and FlashMLA has kernels of {HEADS[-1]} at most."
         yield Reason("q-heads", text, "Raise tensor_parallel.")
@@ -146,21 +147,21 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashMLAOptions
         variant=f"{heads} heads, prefill={prefill}, {_products(request, bool(own_ops))}",
         own_ops=own_ops,
         core_ops="triton" if kernels else "torch",
-        projection_dtype="float8_e4m3fn" if kernels and library.has_deep_gemm(request.probe) else "",
+        projection_dtype="float8_e4m3fn" if kernels and libraries.has_deep_gemm(request.probe) else "",
         branches=True,
     )
 
 
 def _products(request: Request, scores: bool) -> str:
     """Who does them, for people."""
-    if lacking := library.deep_gemm_lacking(request.probe):
+    if lacking := libraries.deep_gemm_lacking(request.probe):
         return f"projections and scores by the core ({lacking})"
     return "wo_a and scores of decodes by DeepGEMM" if scores else "wo_a by DeepGEMM"
 
 
 def scores_by_deep_gemm(request: Request, kind: LayerKind) -> bool:
     """Whether DeepGEMM has a kernel for the indexer of these layers."""
-    if kind.select != "top_k" or request.seam == "kernel" or not library.has_deep_gemm(request.probe):
+    if kind.select != "top_k" or request.seam == "kernel" or not libraries.has_deep_gemm(request.probe):
         return False
     model, fp8 = request.model, dsv4_resolve_kv_cache(request).index.name == "index_fp8"
     sizes = (model.index_n_heads in INDEX_HEADS, model.index_head_dim in INDEX_WIDTHS)

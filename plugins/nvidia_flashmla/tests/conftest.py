@@ -11,8 +11,9 @@ import pytest
 import stub_deep_gemm
 import stub_flash_mla
 import torch
-from dsv4_plugin_flashmla import library, plugin
+from dsv4_plugin_flashmla import plugin
 
+from dsv4core import libraries
 from dsv4core.api import hookimpl
 from dsv4core.testing.fakes import declare_backends, isolate
 from dsv4core.testing.subject import Subject
@@ -36,7 +37,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setitem(sys.modules, "flash_mla", stub_flash_mla)
         monkeypatch.setitem(sys.modules, "deep_gemm", stub_deep_gemm)
-        monkeypatch.setattr(library, "deep_gemm_lacking", lambda probe: "")
+        monkeypatch.setattr(libraries, "deep_gemm_lacking", lambda probe: "")
         sys.modules["stubbed_flashmla"] = STUBBED
         declare_backends(
             tmp_path,

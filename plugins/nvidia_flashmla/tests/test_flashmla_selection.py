@@ -11,6 +11,7 @@ import stub_flash_mla
 from dsv4_plugin_flashmla import library, plugin
 from dsv4_plugin_flashmla.plugin import FlashMLAOptions
 
+from dsv4core import libraries
 from dsv4core.api import ConfigError, Limits, PageSizes, Request
 from dsv4core.kvcache import KV_CACHE_DTYPES, accepted_dtypes, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS, layer_spec
@@ -37,7 +38,8 @@ def dsv4() -> Subject:
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Distributions by version, as a test wants them."""
     found = {"torch": "2.11.0"}
-    monkeypatch.setattr(library, "installed", found.get)
+    for module in (library, libraries):
+        monkeypatch.setattr(module, "installed", found.get)
     return found
 
 
@@ -103,7 +105,7 @@ def test_the_command_is_for_the_torch_that_is_there(torch: str | None, command: 
     [("2.11.0", "==0.1.4.post1"), ("2.13.0", "==0.2.0"), ("2.14.1", ">=0.2.1.post1,<0.3")],
 )
 def test_deepgemm_for_the_torch_that_is_there(torch: str, wanted: str) -> None:
-    assert f"sgl-deep-gemm{wanted}" in library.deep_gemm_install(torch)
+    assert f"sgl-deep-gemm{wanted}" in libraries.deep_gemm_install(torch)
 
 
 def test_two_libraries_of_one_name(nothing_installed: dict[str, str]) -> None:
@@ -129,14 +131,14 @@ def test_a_deepgemm_that_does_not_work(
         raise AssertionError("CUDA_HOME is not set")
 
     nothing_installed["sgl-deep-gemm"] = "0.1.4.post1"
-    assert library.deep_gemm_lacking("static") == ""
-    monkeypatch.setattr(library, "import_module", broken)
-    assert library.deep_gemm_lacking("host") == (
+    assert libraries.deep_gemm_lacking("static") == ""
+    monkeypatch.setattr(libraries, "import_module", broken)
+    assert libraries.deep_gemm_lacking("host") == (
         "sgl-deep-gemm 0.1.4.post1 cannot be imported: AssertionError: CUDA_HOME is not set; it needs nvcc "
         "12.3 and `pip install sgl-deep-gemm==0.1.4.post1`"
     )
-    monkeypatch.setattr(library, "import_module", ModuleType)
-    assert "has no fp8_einsum, fp8_paged_mqa_logits, " in library.deep_gemm_lacking("host")
+    monkeypatch.setattr(libraries, "import_module", ModuleType)
+    assert "has no fp8_einsum, fp8_paged_mqa_logits, " in libraries.deep_gemm_lacking("host")
 
 
 def test_workspace_is_bounded_by_what_is_attended() -> None:

@@ -1,8 +1,9 @@
-"""The output projection of the core's own backends: weights prepared once, for definitions or for kernels."""
+"""The output projection of one layer: weights prepared once, for definitions, kernels or DeepGEMM."""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any, Literal
 
 import torch
 
@@ -11,20 +12,36 @@ from dsv4core.api.layer import LayerSpec, LayerWeights
 
 
 class OutputProjection:
-    """`wo_a` and `wo_b` of one layer."""
+    """`wo_a` and `wo_b` of one layer.
 
-    def __init__(self, layer: LayerSpec, weights: LayerWeights, operations: ModuleType) -> None:
+    Attributes:
+        product: Who multiplies with `wo_a`.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, weights: LayerWeights, operations: ModuleType, deep_gemm: bool = False
+    ) -> None:
         """Prepare the weights, as far as the host gives them.
 
         Args:
             layer: The layer.
             weights: Its weights.
             operations: `dsv4core.ops`, or `dsv4core.ops.triton`.
+            deep_gemm: Whether DeepGEMM multiplies with `wo_a`, where it is as DeepGEMM takes it.
         """
-        self._layer, self._rope, self._operations = layer, weights.rope, operations
-        self._weights = tuple(
+        self._layer, self._rope = layer, weights.rope
+        self.product: Literal["core", "deepgemm"] = "core"
+        self._project: Any = operations.o_proj
+        self._weights: tuple[Any, ...] = tuple(
             operations.prepare_linear(weights[name]) for name in ("wo_a", "wo_b") if name in weights.tensors
         )
+        if deep_gemm and len(self._weights) == 2:
+            from dsv4core.ops.o_proj import deepgemm
+
+            if deepgemm.serves(weights["wo_a"], layer.num_groups):
+                wo_a = deepgemm.prepare_wo_a(weights["wo_a"], layer.num_groups)
+                self._weights = (wo_a, self._weights[1])
+                self.product, self._project = "deepgemm", deepgemm.o_proj
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +59,7 @@ class OutputProjection:
                 f"{self._layer.name} was asked for its output projection and was built without wo_a and wo_b;"
                 " pass them with its weights, or project in the host."
             )
-        projected: torch.Tensor = self._operations.o_proj(
+        projected: torch.Tensor = self._project(
             attention, positions, self._rope, *self._weights, self._layer.num_groups
         )
         return projected

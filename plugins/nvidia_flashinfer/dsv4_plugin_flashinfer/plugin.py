@@ -1,0 +1,206 @@
+"""`backend=flashinfer`: what it is, what it can run, what it plans. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from dsv4_plugin_flashinfer import library
+from dsv4core import libraries
+from dsv4core.api import (
+    API_VERSION,
+    AttentionOutput,
+    BackendInfo,
+    BackendOptions,
+    ConfigError,
+    KVCacheLayout,
+    LayerCaches,
+    LayerKind,
+    LayerPlan,
+    LayerSpec,
+    LayerWeights,
+    OutputSpec,
+    Reason,
+    Request,
+    Step,
+    hookimpl,
+)
+from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype
+from dsv4core.workspace import kernel_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4_plugin_flashinfer.layer import Layer, SharedStep
+
+KV_FORMATS = ("bf16", "fp8_e4m3")
+INDEX_FORMATS = ("fp8", "bf16", "fp32")
+ARCHITECTURES = ("sm_100", "sm_103")
+HEADS = (8, 16, 32, 64, 128)
+"""Query heads that TRTLLM-gen's kernels have; others are padded to the next."""
+WINDOW = 128
+"""Columns of a window that the kernels know of."""
+WORKSPACE = 128 << 20
+"""Bytes of the kernel's workspace, as FlashInfer recommends."""
+
+
+@dataclass
+class FlashInferOptions(BackendOptions):
+    """Options of the backend.
+
+    Attributes:
+        launch: Whether decodes and prefills of a step are attended in two launches, or in one: its grid is
+            as wide as the longest query for all of them.
+
+    Raises:
+        ConfigError: `launch` is neither.
+    """
+
+    name: str = "flashinfer"
+    launch: str = field(
+        default="split",
+        metadata={"help": "launches of decodes and prefills", "choices": ("split", "single")},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what would be taken for the default."""
+        if self.launch not in ("split", "single"):
+            raise ConfigError(f"backend.launch={self.launch} is not known; write split or single.")
+
+
+@hookimpl
+def dsv4_backend_info() -> BackendInfo:
+    """Describe the backend."""
+    return BackendInfo(
+        api=API_VERSION,
+        options=FlashInferOptions,
+        platforms=("cuda",),
+        summary="FlashInfer kernels on plain caches for sm_100 and sm_103",
+        requirements=(library.REQUIREMENT,),
+        capabilities=frozenset(
+            {
+                *("kernel-seam", "multi-token-decode", "strided-pages"),
+                *("tensor-parallel", "graph"),
+            }
+        ),
+    )
+
+
+@hookimpl
+def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
+    """Other architectures, sizes, activations, contexts over ranks; a FlashInfer that does not fit."""
+    return list(_reasons(request))
+
+
+def _reasons(request: Request) -> Iterator[Reason]:
+    if request.platform == "cuda" and request.arch in ("sm_120", "sm_121"):
+        text = f"FlashInfer's kernels for {request.arch} read packed rows, and this backend has plain ones."
+        yield Reason("arch", text, "Use backend=triton.")
+    elif request.platform == "cuda" and request.arch not in ARCHITECTURES:
+        text = f"It is made for {' and '.join(ARCHITECTURES)}, and this is {request.arch}."
+        yield Reason("arch", text, "Use backend=flashmla or backend=triton.")
+    yield from library.reasons(request.probe, request.strided_pages)
+    yield from libraries.deep_gemm_reasons()
+    model = request.model
+    if model.sliding_window != WINDOW or model.head_dim != 512:
+        text = (
+            f"A window of {model.sliding_window} tokens and heads of {model.head_dim}, and its kernels have "
+            f"{WINDOW} and 512."
+        )
+        yield Reason("model", text, "Use backend=triton.")
+    if request.num_heads > HEADS[-1]:
+        text = f"{request.num_heads} query heads a rank, and its kernels have {HEADS[-1]} at most."
+        yield Reason("q-heads", text, "Raise tensor_parallel.")
+    if request.dtype != "bfloat16":
+        text = f"Activations are {request.dtype}, and its outputs are bfloat16."
+        yield Reason("model", text, "Set dtype=bfloat16.")
+    if request.context_parallel > 1:
+        text = f"context_parallel={request.context_parallel}, and a rank's kernels read the whole context."
+        yield Reason("parallel", text, "Set context_parallel=1.")
+
+
+@hookimpl
+def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
+    """Plain rows only: bf16, or E4M3 with one scale a layer; pages are apart by whole rows."""
+    kv = resolve_dtype("kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_DTYPES, KV_FORMATS, "flashinfer")
+    index = resolve_dtype("index_dtype", request.index_dtype, INDEX_DTYPES, INDEX_FORMATS, "flashinfer")
+    layout = cache_layout(request.model, kv, index)
+    row = max(layout.window.page_alignment, layout.window.bytes_per_token)
+    window, compressed = (replace(own, page_alignment=row) for own in (layout.window, layout.compressed))
+    return replace(layout, window=window, compressed=compressed)
+
+
+@hookimpl
+def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptions) -> LayerPlan:
+    """Queries of the rows' dtype, heads of the next kernel; the core's kernels for all else."""
+    heads, kernels = next(size for size in HEADS if layer.num_heads <= size), request.platform == "cuda"
+    fp8 = dsv4_resolve_kv_cache(request).window.name == "fp8_e4m3"
+    lacking = libraries.deep_gemm_lacking(request.probe)
+    product = f"the core ({lacking})" if lacking else "DeepGEMM"
+    limits, model = request.limits, layer.model
+    entries = layer.kind.visible_entries(limits.max_model_len)
+    attended = min(model.index_topk, entries) if layer.kind.select == "top_k" else entries
+    tables = 4 * limits.max_tokens * (2 * (WINDOW + attended) + 64)
+    return LayerPlan(
+        padded_q_heads=heads,
+        q_dtype="float8_e4m3fn" if fp8 else "bfloat16",
+        output=OutputSpec(padded=True),
+        workspace_bytes=2 * WORKSPACE + tables + kernel_bytes(layer, limits),
+        variant=f"trtllm-gen, {heads} heads, launch={options.launch}, wo_a by {product}",
+        core_ops="triton" if kernels else "torch",
+        projection_dtype="" if lacking or not kernels else "float8_e4m3fn",
+        branches=True,
+    )
+
+
+@hookimpl
+def dsv4_init_layer_buffers(
+    layer: LayerSpec, plan: LayerPlan, weights: LayerWeights, device: torch.device
+) -> Layer:
+    """Scales as numbers, sinks padded, the output projection prepared."""
+    from dsv4_plugin_flashinfer.layer import Layer
+
+    return Layer(layer, plan, weights, device)
+
+
+@hookimpl
+def dsv4_init_step_buffers(
+    request: Request, kind: LayerKind, plan: LayerPlan, device: torch.device, options: FlashInferOptions
+) -> SharedStep:
+    """What the layers of a kind share: index tables, and the kernel's workspace."""
+    from dsv4_plugin_flashinfer.layer import SharedStep
+
+    return SharedStep(request, kind, plan, options.launch == "split", device)
+
+
+@hookimpl
+def dsv4_plan_step(kind_state: SharedStep, step: Step) -> None:
+    """The window's table; all of the index table where layers choose nothing."""
+    kind_state.plan(step)
+
+
+@hookimpl
+def dsv4_forward_mqa(
+    state: Layer,
+    q: torch.Tensor,
+    caches: LayerCaches,
+    selected: torch.Tensor | None,
+    step: Step,
+    kind_state: SharedStep,
+    apply_sink: bool,
+) -> AttentionOutput:
+    """Attend over rows in place."""
+    return state.forward_mqa(q, caches, selected, step, kind_state, apply_sink)
+
+
+@hookimpl
+def dsv4_o_proj(state: Layer, attention: AttentionOutput, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate back and project."""
+    return state.o_proj(attention.data, positions)
+
+
+@hookimpl
+def dsv4_describe(state: Layer) -> dict[str, Any]:
+    """Kernels, versions, scales and prepared weights."""
+    return state.describe()
