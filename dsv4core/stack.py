@@ -25,8 +25,8 @@ from dsv4core.ops import rms_norm
 from dsv4core.step import Batch, StepBuffers, check_lengths, leading_decodes
 
 UNSCALED = (
-    "{} caches have no scales, and 1 is taken: values above 448 are cut off, and those below 2^-6 lose bits. "
-    "Measure scales with `dsv4 calibrate`, and give them with scales=FILE."
+    "{} caches{} have no scales, and 1 is taken: values above 448 are cut off, and those below 2^-6 lose "
+    "bits. Measure scales with `dsv4 calibrate`, and give them with scales=FILE."
 )
 
 
@@ -117,8 +117,10 @@ class AttentionStack:
             request.decode_query_len,
             scales={layer.spec.index: layer.scales.kv for layer in layers},
         )
-        if selection.layout.window.scale == "tensor" and all(own.scales == LayerScales() for own in layers):
-            warn_once(UNSCALED.format(selection.layout.window.name))
+        unscaled = [own.spec.name for own in layers if own.scales.kv == 1]
+        if selection.layout.window.scale == "tensor" and unscaled:
+            which = "" if len(unscaled) == len(layers) else f" of {', '.join(unscaled)}"
+            warn_once(UNSCALED.format(selection.layout.window.name, which))
         for spec in specs:
             check_caches(self.pools.layers[spec.index], spec, selection.layout)
         self._longest = [0] * request.limits.max_requests

@@ -23,8 +23,8 @@ from dsv4core.stack import AttentionStack, StackedLayer
 LARGEST = 448.0
 """Of E4M3."""
 HEADROOM = 2.0
-"""Times the largest value, which other prompts may reach before anything is cut off. It costs no digit: codes
-are floating-point numbers."""
+"""Times the largest value, which other prompts may reach before anything is cut off. It costs digits only of
+what is below 2^-6 of the scale: codes are floating-point numbers."""
 
 
 class Extremes:
@@ -66,9 +66,12 @@ def calibrate(config: DSV4Config, out: str | None) -> int:
             "dsv4 calibrate keeps rows in the activation dtype, without scales; leave out scales=, verify= "
             "and kv_cache_dtype=."
         )
+    _check_writable(Path(out).expanduser())
     config.kv_cache_dtype = "bf16" if config.dtype == "bfloat16" else "fp32"
     job = prepare(config, lambda device: nullcontext)
     stack, batch = job.stack, config.batch
+    if any(layer.scales != LayerScales() for layer in stack.layers):
+        raise ConfigError("The checkpoint has scales of its own, which runs take; there is nothing to write.")
     extremes = {layer.spec.index: Extremes() for layer in stack.layers}
     for chunk, embedded in job.chunks():
         step, x = stack.plan([chunk.start] * batch, [chunk.tokens] * batch), embedded
@@ -81,6 +84,11 @@ def calibrate(config: DSV4Config, out: str | None) -> int:
     else:
         show_line(f"Scales of {len(scales)} layers are in {out}; give it with scales={out}.")
     return 0
+
+
+def _check_writable(file: Path) -> None:
+    if not file.parent.is_dir() or file.is_dir():
+        raise ConfigError(f"--out {file} cannot be written; name a file in a folder that is there.")
 
 
 def _attend(

@@ -25,7 +25,7 @@ def read_scales(file: str | Path) -> dict[int, LayerScales]:
     """
     advice = "write it with `dsv4 calibrate`"
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
+        text = Path(file).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(f"scales={file} cannot be read: {error.strerror}; {advice}.") from error
     try:

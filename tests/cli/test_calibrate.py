@@ -47,6 +47,7 @@ def test_scales_are_measured_and_used(
             ("calibrate", "--out", "x", "kv_cache_dtype=fp8"),
             "leave out scales=, verify= and kv_cache_dtype=.",
         ),
+        (("calibrate", "--out", "no/where.json"), "--out no/where.json cannot be written; name a file in a"),
         (("run", "device=cpu", "scales=nowhere.json"), "scales=nowhere.json cannot be read: No such file or"),
     ],
 )

@@ -27,6 +27,9 @@ from dsv4core.api import (
 from dsv4core.kvcache import KVCache
 from dsv4core.ops.o_proj.prepared import OutputProjection
 
+Pages = tuple[tuple[int, int], tuple[int, int]]
+"""Of both pools: rows a page, and from one page to the next."""
+
 
 def operations_of(plan: LayerPlan) -> Any:
     """The core's operations: kernels, or the definitions where there is no GPU."""
@@ -74,12 +77,13 @@ class SharedStep:
         self.launches: Sequence[Launch] = ()
         self.window: torch.Tensor
         self.entries: torch.Tensor | None = None
-        self.shared: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Made at once: within a capture they would be filled with zeros by every replay.
+        self.shared: dict[Pages, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Made at once: within a capture every replay would fill them with zeros.
         self._workspaces = {captured: _workspace(device, captured) for captured in (False, True)}
 
     def plan(self, step: Step) -> None:
         """The slots of one step."""
+        self.shared.clear()
         self.launches = tuple(self._launches(step))
         window, seen = step.window, self._request.model.sliding_window
         place = (step.token_to_request, window.block_table, window.page_size)
@@ -95,20 +99,22 @@ class SharedStep:
             self.entries = self._operations.visible_slots(visible, *place, width)
         if self.kind.select != "top_k":
             further = window if self.kind.ratio is None else step.compressed[self.kind.name]
-            pages = [(table.page_size, table.page_size) for table in (window, further)]
-            self.shared = self._operations.mixed_sparse_indices(self.window, self.entries, *pages)
+            first, last = ((table.page_size, table.page_size) for table in (window, further))
+            made = self._operations.mixed_sparse_indices(self.window, self.entries, first, last)
+            self.shared[first, last] = made
 
     def _launches(self, step: Step) -> list[Launch]:
         """Decodes, then prefills, in one launch each."""
         lengths = step.seq_lens.maximum(step.query_start_loc.diff())
         decodes, tokens = step.num_decode_requests, step.num_decode_tokens
         longest = step.limits.max_query_len
-        if step.host_lengths is not None:
+        if step.host_lengths is not None and not self._request.graph:
             longest = max(step.host_lengths.query, default=1)
-        if not self._split or decodes in (0, step.num_requests):
+        if step.num_tokens == 0:
+            return []
+        if not self._split or tokens in (0, step.num_tokens):
             most = self._request.decode_query_len if decodes == step.num_requests else longest
-            whole = slice(step.num_tokens)
-            return [Launch(whole, step.query_start_loc, lengths, max(1, most))] if step.num_tokens else []
+            return [Launch(slice(step.num_tokens), step.query_start_loc, lengths, max(1, most))]
         first = Launch(
             slice(tokens),
             step.query_start_loc[: decodes + 1],
@@ -127,23 +133,27 @@ class SharedStep:
         self, caches: LayerCaches, selected: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that queries attend, and how many: the step's, unless layers choose or pages are apart."""
-        pages = [_page(cache) for cache in (caches.window, caches.compressed) if cache is not None]
-        if selected is None and self.shared is not None and all(size == span for size, span in pages):
-            return self.shared
+        pages = _page(caches.window), _page(caches.compressed or caches.window)
+        if selected is None and pages in self.shared:
+            return self.shared[pages]
         entries = self.entries
         if selected is not None:
             own = step.compressed[self.kind.name]
             place = (step.token_to_request, own.block_table, own.page_size)
             entries = self._operations.entry_slots(selected, *place)
         made: tuple[torch.Tensor, torch.Tensor] = self._operations.mixed_sparse_indices(
-            self.window, entries, pages[0], pages[-1]
+            self.window, entries, *pages
         )
+        if selected is None and not self._captures():
+            self.shared[pages] = made
         return made
 
     def workspace(self) -> torch.Tensor:
-        """Zeros at first: eager launches and captured ones have their own, or one would spoil the other's."""
-        captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self._workspaces[captured]
+        """Scratch: eager launches and captured ones have their own, as they may run at once."""
+        return self._workspaces[self._captures()]
+
+    def _captures(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache
@@ -229,6 +239,8 @@ def _page(cache: KVCache) -> tuple[int, int]:
     Raises:
         ConfigError: Pages are apart by no whole number of rows, or at all where FlashInfer takes none of it.
     """
+    if cache.num_pages == 1:
+        return cache.page_size, cache.page_size
     span, rest = divmod(cache.pool.stride(0), cache.pool.stride(1))
     if rest or (span != cache.page_size and not library.counts_storage(flashinfer.mla)):
         wanted = "whole rows" if rest else f"no more than their {cache.page_size} rows"

@@ -29,7 +29,7 @@ FETCH = "flashinfer download-cubin"
 """Fetches the kernels on a machine with a network."""
 
 
-def reasons(probe: Probe, strided: bool) -> Iterator[Reason]:
+def reasons(probe: Probe, arch: str, strided: bool) -> Iterator[Reason]:
     """Why the installed FlashInfer cannot be used, beyond being absent or of another version."""
     if probe != "host" or installed(DISTRIBUTION) is None:
         return
@@ -38,7 +38,8 @@ def reasons(probe: Probe, strided: bool) -> Iterator[Reason]:
         module = import_module("flashinfer.mla")
     except Exception as error:  # a compiled dependency of another torch
         text = f"{title} cannot be imported: {type(error).__name__}: {error}."
-        yield Reason("package-version", text, f"Run `{INSTALL}` for the installed torch.")
+        fix = f"Run `{INSTALL}` for the installed torch; uninstall a flashinfer-cubin of another version."
+        yield Reason("package-version", text, fix)
         return
     lacking = missing_parameters(module)
     if lacking:
@@ -47,7 +48,7 @@ def reasons(probe: Probe, strided: bool) -> Iterator[Reason]:
         text = f"{title} takes pages without padding, and the host's have some."
         yield Reason("layout", text, f"Run `pip install '{DISTRIBUTION}>=0.7,<0.8'`, or leave pages tight.")
     if not has_cubins():
-        text = "FlashInfer's kernels for sm_100 are files that it fetches, and none are here."
+        text = f"FlashInfer's kernels for {arch} are files that it fetches, and none are here."
         yield Reason("artifact-missing", text, f"Run `{FETCH}` where there is a network.")
 
 
@@ -66,9 +67,10 @@ def counts_storage(module: ModuleType) -> bool:
 
 
 def has_cubins() -> bool:
-    """Whether kernels lie where FlashInfer looks for them, or come with a package."""
-    if find_spec("flashinfer_cubin") is not None:
+    """Whether attention's kernels lie where FlashInfer looks first, or come with a package."""
+    folder = os.environ.get("FLASHINFER_CUBIN_DIR")
+    if folder is None and find_spec("flashinfer_cubin") is not None:
         return True
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    folder = Path(os.environ.get("FLASHINFER_CUBIN_DIR") or base / ".cache" / "flashinfer" / "cubins")
-    return folder.is_dir() and any(folder.rglob("*.cubin"))
+    found = Path(folder) if folder else base / ".cache" / "flashinfer" / "cubins"
+    return found.is_dir() and any("fmha" in str(file).lower() for file in found.rglob("*.cubin"))

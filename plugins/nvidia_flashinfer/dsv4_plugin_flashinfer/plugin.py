@@ -99,8 +99,9 @@ def _reasons(request: Request) -> Iterator[Reason]:
         yield Reason("arch", text, "Use backend=triton.")
     elif request.platform == "cuda" and request.arch not in ARCHITECTURES:
         text = f"It is made for {' and '.join(ARCHITECTURES)}, and this is {request.arch}."
-        yield Reason("arch", text, "Use backend=flashmla or backend=triton.")
-    yield from library.reasons(request.probe, request.strided_pages)
+        yield Reason("arch", text, "Use backend=triton.")
+    else:
+        yield from library.reasons(request.probe, request.arch, request.strided_pages)
     yield from libraries.deep_gemm_reasons()
     model = request.model
     if model.sliding_window != WINDOW or model.head_dim != 512:
@@ -136,7 +137,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptio
     """Queries of the rows' dtype, heads of the next kernel; the core's kernels for all else."""
     heads, kernels = next(size for size in HEADS if layer.num_heads <= size), request.platform == "cuda"
     fp8 = dsv4_resolve_kv_cache(request).window.name == "fp8_e4m3"
-    lacking = libraries.deep_gemm_lacking(request.probe)
+    lacking = libraries.deep_gemm_lacking(request.probe) if kernels else "no GPU"
     product = f"the core ({lacking})" if lacking else "DeepGEMM"
     limits, model = request.limits, layer.model
     entries = layer.kind.visible_entries(limits.max_model_len)
@@ -149,7 +150,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptio
         workspace_bytes=2 * WORKSPACE + tables + kernel_bytes(layer, limits),
         variant=f"trtllm-gen, {heads} heads, launch={options.launch}, wo_a by {product}",
         core_ops="triton" if kernels else "torch",
-        projection_dtype="" if lacking or not kernels else "float8_e4m3fn",
+        projection_dtype="" if lacking else "float8_e4m3fn",
         branches=True,
     )
 

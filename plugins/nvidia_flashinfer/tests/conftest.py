@@ -34,8 +34,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stub is imported as `flashinfer`, and the backend on it is `flashinfer`."""
     for name, module in stub_flashinfer.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "dsv4_plugin_flashinfer.layer", raising=False)
-    sys.modules["stubbed_flashinfer"] = STUBBED
+    monkeypatch.setitem(sys.modules, "stubbed_flashinfer", STUBBED)
     monkeypatch.setattr(libraries, "installed", lambda name: None)
     declare_backends(
         tmp_path,

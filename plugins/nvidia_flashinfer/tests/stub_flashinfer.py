@@ -6,6 +6,7 @@ rows of a pool's memory.
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +46,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     assert cum_seq_lens_q is not None
     assert max_q_len is not None
     tokens, heads, width = query.shape
+    assert tokens > 0, "A table of nothing cannot be reshaped."
+    assert max_q_len > 0
     assert heads in HEADS, f"{heads} heads, and kernels have {HEADS}."
     assert width == 512
     assert query.is_contiguous()
@@ -77,6 +80,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
             slots = sparse_indices[token, : int(sparse_topk_lens[token])].long()
             window, others = slots[:WINDOW], slots[WINDOW:]
             window = window[: min(position + 1, WINDOW)]  # those that there are not are masked by the length
+            assert bool((others >= 0).all()), "A column that counts names no row."
             rows = torch.cat([_named(pools[0], window), _named(pools[1], others)])
             out[token] = _attend(query[token].float(), rows, bmm1_scale, bmm2_scale, sinks)
     return out
@@ -126,9 +130,21 @@ def _attend(
     return ((scores - total[:, None]).exp() @ rows * value).bfloat16()
 
 
-def modules() -> dict[str, ModuleType]:
+def _without_offsets(**arguments: Any) -> torch.Tensor:
+    """As in 0.6.18."""
+    assert "sparse_indices_are_storage_offsets" not in arguments
+    return trtllm_batch_decode_sparse_mla_dsv4(**arguments)
+
+
+signature = inspect.signature(trtllm_batch_decode_sparse_mla_dsv4)
+older = [own for name, own in signature.parameters.items() if not name.endswith("offsets")]
+_without_offsets.__signature__ = signature.replace(parameters=older)  # type: ignore[attr-defined]
+KERNELS = {"0.6.18": _without_offsets, "0.7.0": trtllm_batch_decode_sparse_mla_dsv4}
+
+
+def modules(version: str = "0.7.0") -> dict[str, ModuleType]:
     """`flashinfer` and `flashinfer.mla`."""
     package, mla = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
     vars(package)["mla"] = mla
-    vars(mla)["trtllm_batch_decode_sparse_mla_dsv4"] = trtllm_batch_decode_sparse_mla_dsv4
+    vars(mla)["trtllm_batch_decode_sparse_mla_dsv4"] = KERNELS[version]
     return {"flashinfer": package, "flashinfer.mla": mla}

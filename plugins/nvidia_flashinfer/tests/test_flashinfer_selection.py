@@ -21,10 +21,8 @@ from dsv4core.api import (
     ConfigError,
     LayerKind,
     LayerScales,
-    LayerWeights,
     Limits,
     Request,
-    Weight,
 )
 from dsv4core.kvcache import KV_CACHE_DTYPES, accepted_dtypes
 from dsv4core.model.shapes import PRESETS, layer_spec
@@ -122,28 +120,23 @@ def with_library(
 
 
 def test_a_library_that_fits(with_library: ModuleType) -> None:
-    assert list(library.reasons("host", strided=True)) == []
+    assert list(library.reasons("host", "sm_100", strided=True)) == []
 
 
 def test_missing_cubins(with_library: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(tmp_path / "none"))
-    (reason,) = library.reasons("host", strided=False)
+    (reason,) = library.reasons("host", "sm_100", strided=False)
     assert (reason.code, reason.fix) == (
         "artifact-missing",
         "Run `flashinfer download-cubin` where there is a network.",
     )
-    assert list(library.reasons("static", strided=False)) == []
+    assert list(library.reasons("static", "sm_100", strided=False)) == []
 
 
 def test_a_library_without_storage_offsets(with_library: ModuleType) -> None:
-    def older(**arguments: Any) -> None: ...
-
-    older.__signature__ = library.inspect.Signature(  # type: ignore[attr-defined]
-        [library.inspect.Parameter(name, library.inspect.Parameter.KEYWORD_ONLY) for name in library.NEEDED]
-    )
-    vars(with_library)[library.DECODE] = older
-    assert list(library.reasons("host", strided=False)) == []
-    (reason,) = library.reasons("host", strided=True)
+    vars(with_library)[library.DECODE] = stub_flashinfer.KERNELS["0.6.18"]
+    assert list(library.reasons("host", "sm_100", strided=False)) == []
+    (reason,) = library.reasons("host", "sm_100", strided=True)
     assert (reason.code, reason.text) == (
         "layout",
         "flashinfer-python 0.6.18.post1 takes pages without padding, and the host's have some.",
@@ -152,7 +145,7 @@ def test_a_library_without_storage_offsets(with_library: ModuleType) -> None:
 
 def test_a_library_without_the_kernel(with_library: ModuleType) -> None:
     del vars(with_library)[library.DECODE]
-    (reason,) = library.reasons("host", strided=False)
+    (reason,) = library.reasons("host", "sm_100", strided=False)
     assert reason.text == f"flashinfer-python 0.6.18.post1 has no {library.DECODE}."
     assert reason.fix == "Run `pip install 'flashinfer-python>=0.6.18,<0.8'`."
 
@@ -166,30 +159,67 @@ def test_plans(heads: int, padded: int) -> None:
     assert "launch=split" in plan.variant
 
 
-def test_scales_are_numbers(stub: None) -> None:
+@pytest.mark.parametrize(("dtype", "scales"), [("fp8", (0.125, 0.25)), ("bf16", (1.0, 1.0))])
+def test_scales_are_numbers(
+    stubbed: Subject, dtype: str, scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once for scores, with the softmax's own; once for values: of FP8 rows, and of bf16 rows none."""
-    from dsv4_plugin_flashinfer.layer import Layer
+    from dsv4_plugin_flashinfer import layer
 
-    spec, scales = layer_spec(REQUEST.model, 0), LayerScales(q=0.5, kv=0.25)
-    weights = LayerWeights({"attn_sink": Weight(torch.zeros(64))}, torch.zeros(1, 64), scales)
-    found = []
-    for dtype in ("fp8", "bf16"):
-        request = replace(REQUEST, kv_cache_dtype=dtype)
-        plan = plugin.dsv4_plan_layer(request, spec, FlashInferOptions())
-        plan = replace(plan, core_ops="torch")
-        layer = Layer(spec, plan, weights, torch.device("cpu"))
-        found.append((layer._score_scale, layer._value_scale))
-    softmax = REQUEST.model.softmax_scale
-    assert found == [(softmax * 0.125, 0.25), (softmax, 1.0)]
+    seen: list[tuple[float, float]] = []
+
+    def watched(**arguments: Any) -> torch.Tensor:
+        seen.append((arguments["bmm1_scale"], arguments["bmm2_scale"]))
+        return stub_flashinfer.trtllm_batch_decode_sparse_mla_dsv4(**arguments)
+
+    case = Case(SWA, heads=8, kv_cache_dtype=dtype, scales=LayerScales(q=0.5, kv=0.25))
+    host = Host(stubbed, case)
+    monkeypatch.setattr(layer.flashinfer.mla, library.DECODE, watched)
+    monkeypatch.setattr(library, "counts_storage", lambda module: False)
+    test_attention.compare(host, (300,), (2,))
+    assert seen == [(REQUEST.model.softmax_scale * scales[0], scales[1])]
+
+
+@pytest.mark.parametrize("query", [((300, 0), (0, 40)), ((300, 0), (1, 0)), ((3, 0), (0, 0))])
+def test_launches_of_nothing_are_left_out(
+    stubbed: Subject, query: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    host = Host(stubbed, Case(SWA, heads=8))
+    test_attention.compare(host, *query)
+    assert len(host.kind.state.launches) == (1 if sum(query[1]) else 0)
+
+
+def test_graphs_do_not_depend_on_a_steps_lengths(stubbed: Subject) -> None:
+    """A grid is as wide as the longest query that there may be."""
+    host = Host(stubbed, Case(SWA, heads=8, graph=True, host_lengths=True))
+    host.step((300, 0), (1, 40))
+    assert [launch.longest for launch in host.kind.state.launches] == [1, host.case.limits.max_query_len]
+
+
+def test_pages_that_the_library_does_not_take(stubbed: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_plugin_flashinfer import layer
+
+    host = Host(stubbed, Case(SWA, heads=8, page_gap=1))
+    step = host.step((300,), (1,))
+    q = host.query(step)
+    host.attend(step, q, None)
+    monkeypatch.setattr(layer.flashinfer.mla, library.DECODE, stub_flashinfer.KERNELS["0.6.18"])
+    with pytest.raises(ConfigError, match="reads pages that are apart by no more than their 64 rows"):
+        host.attend(step, q, None)
 
 
 @pytest.mark.parametrize("kind", [SWA, C4A, C128A], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("launch", ["split", "single"])
-@pytest.mark.parametrize("host_lengths", [False, True])
-def test_mixed_steps(stubbed: Subject, host_lengths: bool, launch: str, kind: LayerKind) -> None:
+@pytest.mark.parametrize("version", stub_flashinfer.KERNELS)
+def test_mixed_steps(
+    stubbed: Subject, version: str, launch: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decodes before prefills, in two launches or in one; tables are made once a step."""
+    from dsv4_plugin_flashinfer import layer
+
+    monkeypatch.setattr(layer.flashinfer.mla, library.DECODE, stub_flashinfer.KERNELS[version])
     subject = replace(stubbed, options=FlashInferOptions(launch=launch))
-    host = Host(subject, Case(kind, heads=24, host_lengths=host_lengths))
+    host = Host(subject, Case(kind, heads=24, host_lengths=version == "0.7.0"))
     test_attention.compare(host, (700, 300, 64, 0), (1, 1, 5, 7))
     assert len(host.kind.state.launches) == (2 if launch == "split" else 1)
-    assert (host.kind.state.shared is None) == (kind is C4A)
+    assert len(host.kind.state.shared) == (0 if kind is C4A else 1)
