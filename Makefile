@@ -7,9 +7,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 JOB := plugins/engine_vllm/tests/engine
+FLASHINFER ?= ==0.6.18.post1
 ARGS ?=
 
-.PHONY: run test test-gpu test-gpu-flashmla sanitize test-vllm lint docs clean
+.PHONY: run test test-gpu test-gpu-flashmla test-signatures sanitize test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
@@ -24,6 +25,12 @@ test-gpu: $(VENV)/.installed-dev
 # The plugins' own, where their libraries are installed.
 test-gpu-flashmla: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest plugins/nvidia_flashmla/tests $(ARGS)
+
+# Calls of plugins against libraries that need no GPU to be imported: 30 MB, beside the venv.
+test-signatures: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/signatures \
+		"flashinfer-python$(FLASHINFER)" apache-tvm-ffi einops tabulate nvidia-ml-py
+	PYTHONPATH=build/signatures $(BIN)/python -m pytest plugins/nvidia_flashinfer/tests -k fit_the $(ARGS)
 
 # Every access of the kernels, where their reads and writes are checked one by one: minutes on an H200.
 sanitize: $(VENV)/.installed-dev

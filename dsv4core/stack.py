@@ -121,8 +121,8 @@ class AttentionStack:
         if selection.layout.window.scale == "tensor" and unscaled:
             which = "" if len(unscaled) == len(layers) else f" of {', '.join(unscaled)}"
             warn_once(UNSCALED.format(selection.layout.window.name, which))
-        for spec in specs:
-            check_caches(self.pools.layers[spec.index], spec, selection.layout)
+        for own in layers:
+            check_caches(self.pools.layers[own.spec.index], own.spec, selection.layout, own.scales.kv)
         self._longest = [0] * request.limits.max_requests
         self.kinds = {kind.name: bind_kind(selection, kind, device) for kind in kinds}
         self._buffers = StepBuffers(

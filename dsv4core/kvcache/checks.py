@@ -101,11 +101,17 @@ def check_block_table(
         )
 
 
-def check_caches(caches: LayerCaches, layer: LayerSpec, layout: KVCacheLayout) -> None:
+def check_caches(caches: LayerCaches, layer: LayerSpec, layout: KVCacheLayout, scale: float = 1.0) -> None:
     """Check that a layer has just the caches that its kind needs, in the layout's formats.
 
+    Args:
+        caches: The caches.
+        layer: The layer.
+        layout: The backend's formats.
+        scale: The layer's (`LayerScales.kv`), where a format has one for the whole cache.
+
     Raises:
-        CacheError: A cache is missing, superfluous, of another format, or does not fit its format.
+        CacheError: A cache is missing, superfluous, of another format or scale, or does not fit its format.
     """
     model, kind = layer.model, layer.kind
     expected: dict[str, KVCacheFormat | None] = dict.fromkeys(("compressed", "index", "state", "index_state"))
@@ -129,6 +135,12 @@ def check_caches(caches: LayerCaches, layer: LayerSpec, layout: KVCacheLayout) -
                     f"{_described(format)}."
                 )
             check_cache(cache, name)
+            found = 1.0 if cache.scale is None else float(cache.scale)
+            if format.scale == "tensor" and abs(found - scale) > 1e-6 * scale:
+                raise CacheError(
+                    f"{name} has a scale of {found:g}, and the layer's weights of {scale:g}: what one side "
+                    "writes the other would read wrongly; give both the same."
+                )
 
 
 def _described(format: KVCacheFormat) -> str:

@@ -1,5 +1,7 @@
 """Pools by slot: addressing inside a page, strides, 64-bit offsets, checks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -161,3 +163,12 @@ def test_caches_of_a_layer_must_be_those_of_its_kind():
         CacheError, match="window cache has format bf16, and the backend's layout is fp8_ds_mla"
     ):
         check_caches(LayerCaches(plain), swa, layout)
+
+
+def test_a_scale_that_is_not_the_layers() -> None:
+    layout, spec = cache_layout(MODEL, "fp8_e4m3", "fp8"), layer_spec(MODEL, 0)
+    window = allocate_cache(layout.window, 2, 64, scale=torch.full((1,), 0.25))
+    check_caches(LayerCaches(window), spec, layout, 0.25)
+    for caches, scale in ((window, 1.0), (replace(window, scale=None), 0.25)):
+        with pytest.raises(CacheError, match=r"layers.0 window cache has a scale of .*; give both the same"):
+            check_caches(LayerCaches(caches), spec, layout, scale)
