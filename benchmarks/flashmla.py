@@ -17,11 +17,10 @@ SETS = (
     *(
         (
             *("backend=flashmla", "bench.peers=[flashmla]", f"model={model}", f"bench.kind=[{kind}]"),
-            *("bench.op=[forward_mqa]", f"bench.tokens={tokens}"),
+            *("bench.op=[forward_mqa.step]", f"bench.tokens={tokens}"),
         )
         for model, kind, tokens in (
-            ("v4_flash", "c4a", "[1,8,64,512]"),
-            ("v4_flash", "swa,c128a", "[1,64]"),
+            ("v4_flash", "swa,c4a,c128a", "[1,8,64,512]"),
             ("v4_pro", "c4a", "[1,64,512]"),
         )
     ),
@@ -33,8 +32,17 @@ SETS = (
                 "bench.kind=[swa,c4a,c128a]",
                 "bench.tokens=[1,64,256]",
             ),
-            "bench.op=[layer]",
+            "bench.op=[layer.step]",
         )
+        for backend in ("flashmla", "triton")
+    ),
+    # The order of `auto` by heads: 64 are above.
+    *(
+        (
+            *(f"backend={backend}", f"model={model}", f"request.tensor_parallel={ranks}"),
+            *("bench.op=[layer.step]", "bench.kind=[c4a,c128a]", "bench.tokens=[1,64]"),
+        )
+        for model, ranks in (("v4_pro", 1), ("v4_flash", 2), ("v4_flash", 4), ("v4_flash", 8))
         for backend in ("flashmla", "triton")
     ),
     (

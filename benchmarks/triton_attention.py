@@ -40,6 +40,10 @@ SETS = (
         *("model=v4_flash", PACKED, "bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,64,256]"),
         "bench.op=[layer,project,insert_kv,compress,indexer,forward_mqa,o_proj]",
     ),
+    (
+        *("model=v4_flash", PACKED, "bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,64]"),
+        *("bench.op=[layer]", "bench.context=[1048576]"),
+    ),
 )
 
 

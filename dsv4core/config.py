@@ -17,7 +17,16 @@ DTYPES = ("bfloat16", "float32")
 BENCH_VALUES = {
     "op": (
         *("plan_step", "project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj", "layer"),
-        *("indexer.logits", "indexer.topk", "mixed_table", "inverse_rope_quant", "wq_b", "wo_b"),
+        *(
+            "forward_mqa.step",
+            "layer.step",
+            "indexer.logits",
+            "indexer.topk",
+            "mixed_table",
+            "inverse_rope_quant",
+            "wq_b",
+            "wo_b",
+        ),
     ),
     "phase": ("decode", "prefill", "mixed"),
     "kind": ("swa", "c4a", "c128a"),

@@ -88,6 +88,7 @@ def costs(
         "plan_step": Cost(4 * attended),
         "insert_kv": Cost(q + read_q + tokens * (width * size + layout.window.bytes_per_token)),
         "forward_mqa": Cost(read_q + q + rows, *products),
+        "forward_mqa.step": Cost(read_q + q + rows, *products),
         "o_proj": Cost(
             q + hidden + weights["wo_a"] + weights["wo_b"],
             fp8_flops=2 * tokens * low * (heads * width // spec.num_groups + model.hidden_size),
@@ -132,7 +133,7 @@ def costs(
     whole = Cost(0)
     for name in ("project", "insert_kv", "compress", "indexer", "forward_mqa", "o_proj"):
         whole += found[name]
-    return found | {"layer": whole}
+    return found | {"layer": whole, "layer.step": whole}
 
 
 def _weight_bytes(spec: LayerSpec) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -32,6 +32,8 @@ MOST_TURNS = {"cuda": 2048, "cpu": 8}
 """By device: a graph holds a round of turns, and a CPU computes much longer than it reads."""
 ROWS = 4096
 """Different rows that fill a pool."""
+SPARE_PAGES = 64
+"""Pages of a pool that no table names, by whose number other layers' pools begin later."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +111,14 @@ class Inputs:
             for weights in self.weights(count)
         ]
 
+    def shifted(self, pages: int) -> LayerCaches:
+        """The same pools without their first pages: at the same slots, rows of another layer."""
+        pages %= SPARE_PAGES
+        pools = {field.name: getattr(self.caches, field.name) for field in fields(self.caches)}
+        return LayerCaches(
+            **{name: pool and replace(pool, pool=pool.pool[pages:]) for name, pool in pools.items()}
+        )
+
     def _has_room(self) -> bool:
         """Whether a quarter of the device's memory is left."""
         if self.device.type != "cuda":
@@ -146,7 +156,7 @@ class Inputs:
         """
         step = len(self.workload.query) * max(self.workload.total) * format.bytes_per_token
         wanted = max(8 * self._cache, min(step // (self.workload.kind.ratio or 1), 1 << 32))
-        pages = pages or max(wanted // format.page_bytes(rows), 64)
+        pages = pages or max(wanted // format.page_bytes(rows), 64) + SPARE_PAGES
         cache = allocate_cache(format, pages, rows, self.device)
         width = sum(part.width for part in format.parts if part.name != "scale")
         first = min(pages, -(-ROWS // rows))
@@ -234,7 +244,7 @@ class Inputs:
     ) -> CacheTable:
         """Random pages for everything, and the slots of the rows with these numbers, -1 for none."""
         columns = -(-max(self.workload.total) // page_tokens)
-        table = self._pages(cache.num_pages, len(self.workload.query), columns)
+        table = self._pages(cache.num_pages - SPARE_PAGES, len(self.workload.query), columns)
         known = numbers.clamp_min(0)
         slots = table[requests, known // rows].long() * rows + known % rows
         return CacheTable(table, torch.where(numbers < 0, -1, slots), rows)

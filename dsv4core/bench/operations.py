@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4core.api import AttentionOutput, KVCacheLayout, LayerWeights
+from dsv4core.api import AttentionOutput, KVCacheLayout, LayerCaches, LayerWeights
 from dsv4core.attention import DeepseekV4Attention, core_operations
 from dsv4core.bench.gaps import Unmeasurable
 from dsv4core.bench.inputs import Inputs, Turn
@@ -56,14 +56,50 @@ def _plan_step(inputs: Inputs) -> list[Call]:
 def _forward_mqa(inputs: Inputs) -> list[Call]:
     ((layer, _),) = inputs.layers(1)
     turns = inputs.turns("forward_mqa")
-    return [lambda turn=turn: _attend(layer, inputs, turn) for turn in turns]  # type: ignore[misc]
+    return [lambda turn=turn: _attend(layer, turn, inputs.caches) for turn in turns]  # type: ignore[misc]
 
 
-def _attend(layer: BoundLayer, inputs: Inputs, turn: Turn) -> AttentionOutput:
+def _attend(layer: BoundLayer, turn: Turn, caches: LayerCaches) -> AttentionOutput:
     step, state = turn.step, turn.kind.state
-    return layer.forward_mqa(
-        turn.q, inputs.caches, turn.selected, step.positions, step, state, None, False, True
-    )
+    return layer.forward_mqa(turn.q, caches, turn.selected, step.positions, step, state, None, False, True)
+
+
+def _step(operation: str, one: Callable[[int, Turn], Call], inputs: Inputs) -> list[Call]:
+    """The plan of a step and all layers of the kind behind it: each call is a layer, the first one plans."""
+    count, turns = inputs.workload.layers, inputs.turns(operation)
+
+    def planned(turn: Turn, call: Call) -> Call:
+        def run() -> object:
+            turn.kind.plan_step(turn.step)
+            return call()
+
+        return run
+
+    calls = []
+    for turn in turns[: -(-len(turns) // count)]:
+        first, *others = (one(number, turn) for number in range(count))
+        calls += [planned(turn, first), *others]
+    return calls
+
+
+def _step_mqa(inputs: Inputs) -> list[Call]:
+    ((layer, _),) = inputs.layers(1)
+
+    def one(number: int, turn: Turn) -> Call:
+        caches = inputs.shifted(number)  # a layer has rows of its own
+        return lambda: _attend(layer, turn, caches)
+
+    return _step("forward_mqa.step", one, inputs)
+
+
+def _step_layer(inputs: Inputs) -> list[Call]:
+    layers = _attention(inputs, inputs.workload.layers)
+
+    def one(number: int, turn: Turn) -> Call:
+        caches = inputs.shifted(number)
+        return lambda: layers[number].forward(turn.hidden, turn.step, caches, turn.kind.state)
+
+    return _step("layer.step", one, inputs)
 
 
 def _o_proj(inputs: Inputs) -> list[Call]:
@@ -71,7 +107,7 @@ def _o_proj(inputs: Inputs) -> list[Call]:
     turns = inputs.turns("o_proj")
 
     def call(layer: BoundLayer, turn: Turn) -> Call:
-        output = _attend(layer, inputs, turn)
+        output = _attend(layer, turn, inputs.caches)
         return lambda: layer.o_proj(output, turn.step.positions)
 
     return [call(layer, turn) for (layer, _), turn in zip(inputs.layers(len(turns)), turns, strict=True)]
@@ -218,8 +254,10 @@ _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
     "compress": _stage("compress", "compress"),
     "indexer": _select,
     "forward_mqa": _forward_mqa,
+    "forward_mqa.step": _step_mqa,
     "o_proj": _o_proj,
     "layer": _layer,
+    "layer.step": _step_layer,
     "indexer.logits": _logits,
     "indexer.topk": _topk,
     "mixed_table": _mixed_table,

@@ -22,12 +22,14 @@ class Workload:
         kind: The layer kind.
         tokens: Query tokens.
         context: Tokens of each request, this step's included; of decodes the mean.
+        layers: Layers of the kind, which share what a step plans.
     """
 
     phase: str
     kind: LayerKind
     tokens: int
     context: int
+    layers: int = 1
 
     def __str__(self) -> str:
         return f"{self.phase} {self.kind.name}, {self.tokens} tokens, context {self.context:,}"

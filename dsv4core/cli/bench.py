@@ -23,7 +23,7 @@ from dsv4core.bench.rows import Row, device_name, keep, versions
 from dsv4core.bench.timing import cache_bytes, measure_ceilings, microseconds
 from dsv4core.bench.workload import KINDS, Workload
 from dsv4core.cli.output import show, show_json_line
-from dsv4core.config import BenchOptions, DSV4Config
+from dsv4core.config import DSV4Config
 from dsv4core.framework.platform import machine_of, torch_device
 from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection
@@ -95,9 +95,7 @@ def _measured(
 ) -> Iterator[Row | Gap]:
     """One workload after the other, so that rows that are compared are measured together."""
     seen: set[str] = set()
-    pairs = [
-        (place, own, workload) for own in configs for place, workload in enumerate(_workloads(own.bench))
-    ]
+    pairs = [(place, own, workload) for own in configs for place, workload in enumerate(_workloads(own))]
     tasks = [(config, workload) for _, config, workload in sorted(pairs, key=lambda pair: pair[0])]
     for number, (config, workload) in enumerate(tasks, 1):
         for found in _of_workload(config, workload, device, ceilings[config.dtype], seen):
@@ -118,9 +116,11 @@ def _lost(last: Gap, rest: Sequence[tuple[DSV4Config, Workload]]) -> Gap:
     return replace(last, why=f"{why}.")
 
 
-def _workloads(options: BenchOptions) -> Iterator[Workload]:
-    for phase, kind, context, tokens in product(options.phase, options.kind, options.context, options.tokens):
-        yield Workload(phase, KINDS[kind], tokens, context)
+def _workloads(config: DSV4Config) -> Iterator[Workload]:
+    options, kinds = config.bench, configured_shape(config).layer_kinds
+    for phase, name, context, tokens in product(options.phase, options.kind, options.context, options.tokens):
+        kind = KINDS[name]
+        yield Workload(phase, kind, tokens, context, max(1, kinds.count(kind)))
 
 
 def _selection(config: DSV4Config, workload: Workload, device: torch.device) -> Selection:

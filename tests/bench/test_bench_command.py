@@ -287,7 +287,7 @@ def test_presets_expand(name: str) -> None:
     for words in expand_sweeps([f"bench={name}"]):
         config = compose(words)
         request = build_request(config, configured_shape(config), Machine("cpu", "", ""), "static")
-        for workload in _workloads(config.bench):
+        for workload in _workloads(config):
             found.add((request.num_heads, workload.tokens))
             assert workload.limits.max_tokens == workload.tokens
     assert found == SHAPES[name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dsv4core.api import Request
+from dsv4core.api import Request, Step
 from dsv4core.bench.cost import costs
-from dsv4core.bench.inputs import Inputs
+from dsv4core.bench.inputs import Inputs, Turn
 from dsv4core.bench.operations import measured
 from dsv4core.bench.workload import KINDS, Workload
 from dsv4core.framework.selection import select
@@ -60,3 +62,27 @@ def test_pages_of_a_step_are_different(kind: str) -> None:
     for turn in inputs(Workload("decode", KINDS[kind], 3, 1400)).turns("forward_mqa"):
         for table in (turn.step.window, *turn.step.compressed.values()):
             assert table.block_table.unique().numel() == table.block_table.numel()
+
+
+@pytest.mark.parametrize("operation", ["forward_mqa.step", "layer.step"])
+def test_layers_share_a_plan(operation: str) -> None:
+    """One plan a step, then each layer on rows of its own."""
+    own = inputs(Workload("decode", KINDS["swa"], 2, 300, layers=3))
+    planned: list[Step] = []
+
+    def watched(turn: Turn) -> Turn:
+        def plan_step(step: Step) -> None:
+            planned.append(step)
+            turn.kind.plan_step(step)
+
+        return replace(turn, kind=replace(turn.kind, plan_step=plan_step))
+
+    own._turns = [watched(turn) for turn in own.turns(operation)]
+    calls = measured(operation, own).calls
+    assert len(calls) % 3 == 0
+    outputs = [call() for call in calls[:3]]
+    assert len(planned) == 1
+    if operation == "forward_mqa.step":
+        first, second, third = (output.data for output in outputs)
+        assert not torch.equal(first, second)
+        assert not torch.equal(second, third)

@@ -7,6 +7,7 @@ from dsv4core.ops import (
     entry_slots,
     gathered_indices,
     mixed_sparse_indices,
+    query_lengths,
     visible_entries,
     window_slots,
 )
@@ -95,3 +96,12 @@ def test_compressed_slot_mapping_example():
     assert slots[3::4].tolist() == [5 * 64 + i for i in range(60, 64)] + [7 * 64 + i for i in range(6)]
     assert (slots[[i for i in range(40) if i % 4 != 3]] == -1).all()
     assert slots.dtype == torch.int64
+
+
+def test_lengths_of_queries() -> None:
+    window, visible, attended = query_lengths(torch.tensor([-1, 0, 3, 7, 200]), 5, ratio=4, most=2)
+    assert window.tolist() == [0, 1, 4, 5, 5]
+    assert visible.tolist() == [0, 0, 1, 2, 50]
+    assert attended.tolist() == [0, 0, 1, 2, 2]
+    (alone,) = query_lengths(torch.tensor([9]), 5)
+    assert alone.tolist() == [5]

@@ -197,6 +197,8 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
     yield partial(kernels.window_slots, positions, *place, 128)
     yield partial(kernels.entry_slots, torch.zeros(TOKENS, model.index_topk, dtype=torch.int32), *place)
     yield partial(kernels.visible_slots, positions, *place, 8192)
+    yield partial(kernels.query_lengths, positions, 128)
+    yield partial(kernels.query_lengths, positions, 128, 4, 512)
     yield partial(kernels.visible_entries, positions, model.index_topk)
     gathered = (positions, requests, positions, 64, 512, 128)
     yield partial(kernels.gathered_indices, slots, *gathered)

@@ -45,6 +45,17 @@ def test_all_entries() -> None:
     assert torch.equal(kernels.visible_entries(VISIBLE, 1301), ops.visible_entries(VISIBLE, 1301))
 
 
+@pytest.mark.parametrize("entries", [(), (4, 512), (128, 1), (1, 7)])
+def test_lengths(entries: tuple[int, ...]) -> None:
+    """Rows of padding see nothing; more queries than one program has."""
+    positions = torch.cat((POSITIONS, torch.arange(-1, 5000, device=DEVICE)))
+    found, due = (own.query_lengths(positions, 128, *entries) for own in (kernels, ops))
+    assert len(found) == len(due) == (3 if entries else 1)
+    for one, other in zip(found, due, strict=True):
+        assert one.dtype == torch.int32
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("chosen", [None, 1, 512, 1027])
 def test_mixed_table(chosen: int | None) -> None:
     window = torch.randint(-1, 5000, (8, 128), device=DEVICE).int()

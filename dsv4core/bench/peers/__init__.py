@@ -31,7 +31,7 @@ PEERS: Mapping[str, Mapping[str, Callable[[Inputs], Measured]]] = {
         "wq_b": partial(plain.product, "wq_b"),
         "wo_b": partial(plain.product, "wo_b"),
     },
-    "flashmla": {"forward_mqa": flashmla.attention},
+    "flashmla": {"forward_mqa": flashmla.attention, "forward_mqa.step": flashmla.attention},
     "flashinfer": {"forward_mqa": flashinfer.attention},
     "deepgemm": {
         "o_proj": deepgemm.projection,

@@ -42,7 +42,7 @@ def plan_scores(
 
     requests, pages = block_table.shape
     lengths = visible.clamp(1, pages * PAGE_SIZE).int()[:, None].contiguous()
-    rows = block_table[token_to_request.long().clamp(0, requests - 1)].clamp_min(0)
+    rows = block_table.index_select(0, token_to_request.clamp(0, requests - 1)).clamp_min(0)
     schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, deep_gemm.get_num_sms())
     return ScorePlan(lengths, rows, schedule)
 

@@ -34,6 +34,28 @@ def window_slots(
     return slot_mapping(block_table, requests, seen, page_size).int()
 
 
+def query_lengths(
+    positions: torch.Tensor, window: int, ratio: int | None = None, most: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """How much each query sees and attends.
+
+    Args:
+        positions: `[tokens]` int64; negative for a padding row, which sees nothing.
+        window: Tokens that a query attends at most, its own included.
+        ratio: Tokens of an entry; None without any.
+        most: Entries that a query attends at most.
+
+    Returns:
+        `[tokens]` int32 each: tokens of the window; with a ratio also entries that are seen, and entries that
+        are attended.
+    """
+    seen = (positions + 1).clamp_min(0)
+    if ratio is None:
+        return (seen.clamp_max(window).int(),)
+    entries = seen // ratio
+    return seen.clamp_max(window).int(), entries.int(), entries.clamp_max(most).int()
+
+
 def visible_entries(visible: torch.Tensor, width: int) -> torch.Tensor:
     """All entries that each query sees: `0 … visible - 1`, then -1.
 

@@ -49,6 +49,19 @@ def visible_slots(
     return slots
 
 
+def query_lengths(
+    positions: torch.Tensor, window: int, ratio: int | None = None, most: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """As the definition, in one launch."""
+    count = 1 if ratio is None else 3
+    lengths = torch.empty(count, len(positions), dtype=torch.int32, device=positions.device)
+    if len(positions):
+        _lengths[(triton.cdiv(len(positions), COLUMNS),)](
+            positions, lengths, len(positions), window, ratio, most, COLUMNS=COLUMNS
+        )
+    return lengths.unbind()
+
+
 def visible_entries(visible: torch.Tensor, width: int) -> torch.Tensor:
     """As the definition."""
     entries = _table(visible, width)
@@ -227,6 +240,18 @@ def _store_slots(number, token, column, requests, table, slots, width, rows, pag
     page = tl.load(table + request * stride + place, mask=known, other=-1)
     slot = tl.where(page >= 0, page * page_size + (number % page_size).to(tl.int32), -1)
     tl.store(slots + token * width + column, slot, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["count", "window", "most"])
+def _lengths(positions, lengths, count, window, ratio, most, COLUMNS: tl.constexpr):
+    token = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    here = token < count
+    seen = tl.maximum(tl.load(positions + token, mask=here, other=0) + 1, 0).to(tl.int32)
+    tl.store(lengths + token, tl.minimum(seen, window), mask=here)
+    if ratio is not None:
+        entries = seen // ratio
+        tl.store(lengths + count + token, entries, mask=here)
+        tl.store(lengths + 2 * count + token, tl.minimum(entries, most), mask=here)
 
 
 @triton.jit

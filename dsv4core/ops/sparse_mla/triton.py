@@ -409,25 +409,41 @@ def _attend_tiles(
             *(FORMAT, PAGE_SIZE, MORE_PAGE_SIZE, KEYS, WIDTH),
         )
         rows, rotated = decoded(
-            *(codes, exponent, rotated, tile < tiles, scale, more_scale),
+            *(codes, exponent, rotated, tile < tiles, None, None),
             *(FORMAT, FNUZ, SHIFT, APART, KEYS, WIDTH, query.dtype),
         )
         score = tl.dot(query, tl.trans(rows), input_precision="ieee")
         if APART:
             score = tl.dot(query_turned, tl.trans(rotated), score, input_precision="ieee")
-        score = tl.where((slot >= 0)[None, :], score * factor, float("-inf"))
+        # The scale of a cache times a code is no bf16 value: it multiplies scores and weights instead.
+        own = _scale_of(tile < tiles, scale, more_scale)
+        score = tl.where((slot >= 0)[None, :], score * (factor * own), float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score - base[:, None])
         faded = tl.exp2(highest - base)
         total = total * faded + tl.sum(weight, axis=1)
-        weight = weight.to(rows.dtype)
+        weight = (weight * own).to(rows.dtype)
         summed = tl.dot(weight, rows, summed * faded[:, None], input_precision="ieee")
         if APART:
             turned = tl.dot(weight, rotated, turned * faded[:, None], input_precision="ieee")
         highest = higher
         slot = tile_slots(tile + 1, tiles, row, length, more_row, more_length, KEYS)
     return highest, total, summed, turned
+
+
+@triton.jit
+def _scale_of(mine, scale, more_scale):
+    """The scale of a tile's cache: 1 where caches have none."""
+    if (scale is None) and (more_scale is None):
+        own = 1.0
+    else:
+        own = tl.where(
+            mine,
+            1.0 if scale is None else tl.load(scale),
+            1.0 if more_scale is None else tl.load(more_scale),
+        )
+    return own
 
 
 @triton.jit

@@ -78,10 +78,12 @@ class SharedStep:
         positions, requests, window = step.positions[:count], step.token_to_request[:count], step.window
         seen = self._request.model.sliding_window
         slots = self._operations.window_slots(positions, requests, window.block_table, window.page_size, seen)
-        self.window, self.window_lengths = self.padded(slots), (positions + 1).clamp_max(seen).int()
-        if self.kind.ratio is not None:
-            visible = (positions + 1) // self.kind.ratio
-            self._plan_entries(step, visible, requests)
+        ratio, width = self.kind.ratio, self._most_entries(step)
+        self.window_lengths, *entries = self._operations.query_lengths(positions, seen, ratio, width)
+        self.window = self.padded(slots)
+        if entries:
+            visible, self.entry_lengths = entries
+            self._plan_entries(step, visible, requests, width)
             self._plan_scores(step, visible, requests)
 
     def _plan_scores(self, step: Step, visible: torch.Tensor, requests: torch.Tensor) -> None:
@@ -91,18 +93,24 @@ class SharedStep:
             table = step.compressed[self.kind.name].block_table
             self.scores = deepgemm.plan_scores(visible, requests, table)
 
-    def _plan_entries(self, step: Step, visible: torch.Tensor, requests: torch.Tensor) -> None:
+    def _plan_entries(self, step: Step, visible: torch.Tensor, requests: torch.Tensor, width: int) -> None:
+        if self.kind.select == "all":
+            table = step.compressed[self.kind.name]
+            self.entries = self._operations.visible_slots(
+                visible, requests, table.block_table, table.page_size, width
+            )
+
+    def _most_entries(self, step: Step) -> int:
+        """Entries that a query attends at most; all of them in columns as the kernels take them."""
         if self.kind.select == "top_k":
-            self.entry_lengths = visible.clamp_max(self._request.model.index_topk).int()
-            return
-        table, longest = step.compressed[self.kind.name], step.limits.max_model_len
-        if step.host_lengths is not None and not self._request.graph:
-            longest = max(step.host_lengths.total, default=0)
-        width = self._round(self.kind.visible_entries(longest))
-        self.entries = self._operations.visible_slots(
-            visible, requests, table.block_table, table.page_size, width
-        )
-        self.entry_lengths = visible.clamp_max(width).int()
+            return self._request.model.index_topk
+        return self._round(self.kind.visible_entries(self._longest(step)))
+
+    def _longest(self, step: Step) -> int:
+        """The longest context: of the step where its lengths are known, and no graph has to last."""
+        if step.host_lengths is None or self._request.graph:
+            return step.limits.max_model_len
+        return max(step.host_lengths.total, default=0)
 
     def schedule(self, shared: Any) -> Any:
         """The schedule of a turn, which the first call behind the plan makes and all layers share.
@@ -117,10 +125,7 @@ class SharedStep:
 
     def _chooses(self, step: Step) -> bool:
         """Whether a query may see more entries than it attends, as the layer decides it."""
-        longest = step.limits.max_model_len
-        if step.host_lengths is not None and not self._request.graph:
-            longest = max(step.host_lengths.total, default=0)
-        return self.kind.visible_entries(longest) > self._request.model.index_topk
+        return self.kind.visible_entries(self._longest(step)) > self._request.model.index_topk
 
     def chosen(self, selected: torch.Tensor, step: Step) -> torch.Tensor:
         """Slots of the entries that queries in place have chosen in one layer."""
