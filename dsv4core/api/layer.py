@@ -83,6 +83,7 @@ class LayerPlan:
         branches: Whether hooks before attention may run beside each other, on streams of their own: inserting
             keys, compressing attended entries, and the indexer with its compressor. None of them writes what
             another reads or writes.
+        prepares: Whether steps need `dsv4_prepare_step`, where the backend implements it.
     """
 
     padded_q_heads: int
@@ -95,6 +96,7 @@ class LayerPlan:
     consumes: frozenset[str] = field(default_factory=frozenset)
     projection_dtype: str = ""
     branches: bool = False
+    prepares: bool = True
 
     def __post_init__(self) -> None:
         for name in ("q_dtype", "projection_dtype"):

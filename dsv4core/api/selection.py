@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -142,6 +142,7 @@ class BackendInfo:
         summary: One line for tables.
         requirements: Packages it needs at run time.
         capabilities: Names from `CAPABILITIES`.
+        arch_capabilities: Further ones by architecture, where kernels differ.
 
     Raises:
         ValueError: A platform or a capability is not known.
@@ -153,13 +154,19 @@ class BackendInfo:
     summary: str
     requirements: tuple[Requirement, ...] = ()
     capabilities: frozenset[str] = field(default_factory=frozenset)
+    arch_capabilities: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def on(self, arch: str) -> BackendInfo:
+        """The same with its capabilities on an architecture."""
+        further = self.arch_capabilities.get(arch, frozenset())
+        return replace(self, capabilities=self.capabilities | further)
 
     def __post_init__(self) -> None:
         for name in ("platforms", "capabilities", "requirements"):
             # A string is a collection too, and `"cuda" in "cuda"` would pass for a while.
             if not isinstance(getattr(self, name), (tuple, frozenset)):
                 raise ValueError(f"{name}={getattr(self, name)!r} cannot be; give a tuple or a frozenset.")
-        unknown = sorted(self.capabilities - set(CAPABILITIES))
+        unknown = sorted(self.capabilities.union(*self.arch_capabilities.values()) - set(CAPABILITIES))
         if unknown:
             known = ", ".join(sorted(CAPABILITIES))
             raise ValueError(f"capabilities {unknown} are not known; the list is closed: {known}.")

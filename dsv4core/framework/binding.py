@@ -203,7 +203,7 @@ def bind_kind(selection: Selection, kind: LayerKind, device: torch.device) -> Bo
     place = f"layers of kind {kind.name}"
     make = bind(backend, "dsv4_init_step_buffers", place=place)
     state = make(selection.request, kind, plan, device, selection.options)
-    prepares = backend.implements("dsv4_prepare_step")
+    prepares = plan.prepares and backend.implements("dsv4_prepare_step")
     return BoundKind(
         kind=kind,
         plan=plan,

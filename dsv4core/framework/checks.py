@@ -38,7 +38,7 @@ def core_reasons(info: BackendInfo, request: Request) -> tuple[Reason, ...]:
         )
     return (
         *requirement_reasons(info.requirements),
-        *_capability_reasons(info, request),
+        *_capability_reasons(info.on(request.arch), request),
         *_model_reasons(request),
     )
 
@@ -61,7 +61,7 @@ def check_plan(backend: Backend, request: Request, layer: LayerSpec, plan: Layer
         raise broken(
             record, f"plans {plan.padded_q_heads} query heads for a layer that has {layer.num_heads} of them"
         )
-    if plan.output.format == "private" and "private-output" not in backend.info.capabilities:
+    if plan.output.format == "private" and "private-output" not in backend.info.on(request.arch).capabilities:
         raise broken(record, "plans a private attention output, and does not declare 'private-output'")
     if plan.output.format == "private" and not request.private_output:
         raise broken(record, "plans a private attention output, which the request forbids")

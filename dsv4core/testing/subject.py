@@ -133,32 +133,32 @@ class Subject:
 
     @property
     def info(self) -> BackendInfo:
-        """What it says about itself."""
-        return self.backend.info
+        """What it says about itself, on a machine that it has kernels for."""
+        return self.backend.info.on(self.home.arch)
 
-    @property
+    @cached_property
     def home(self) -> Machine:
         """A machine that it has kernels for: this one, or one that it does not turn down from afar.
 
         Raises:
             AssertionError: It turns down every architecture that is known of its platforms.
         """
-        here = machine_of(self.device)
-        if here.platform in self.info.platforms:
+        here, platforms = machine_of(self.device), self.backend.info.platforms
+        if here.platform in platforms:
             return here
-        for platform in self.info.platforms:
+        for platform in platforms:
             for arch in ARCHITECTURES.get(platform, ("",)):
                 request = self.request(platform=platform, arch=arch, probe="static")
                 arguments = {"request": request, "options": self.own_options}
                 reasons = answer(self.backend, "dsv4_unsupported_reasons", list, **arguments)
                 if not any(reason.code == "arch" for reason in reasons):
                     return Machine(platform, arch, "the backend serves it")
-        raise AssertionError(f"It has kernels for {self.info.platforms}, and for no architecture of these.")
+        raise AssertionError(f"It has kernels for {platforms}, and for no architecture of these.")
 
     @property
     def own_options(self) -> BackendOptions:
         """Its options, or their defaults."""
-        return self.options or self.info.options(name=self.name)
+        return self.options or self.backend.info.options(name=self.name)
 
     @cached_property
     def few_heads(self) -> int:
@@ -182,8 +182,9 @@ class Subject:
             "num_heads": model.num_attention_heads // changes.get("tensor_parallel", 1),
             "dtype": self.dtype,
             "private_output": False,
-            "host_lengths": "needs-host-lengths" in self.info.capabilities,
         }
+        own = self.backend.info.on((asked | changes)["arch"])
+        asked["host_lengths"] = "needs-host-lengths" in own.capabilities
         return Request(model=model, **(asked | changes))
 
     def select(self, request: Request) -> Selection:

@@ -32,7 +32,7 @@ PEERS: Mapping[str, Mapping[str, Callable[[Inputs], Measured]]] = {
         "wo_b": partial(plain.product, "wo_b"),
     },
     "flashmla": {"forward_mqa": flashmla.attention, "forward_mqa.step": flashmla.attention},
-    "flashinfer": {"forward_mqa": flashinfer.attention},
+    "flashinfer": {"forward_mqa": flashinfer.attention, "forward_mqa.step": flashinfer.wrapper_alone},
     "deepgemm": {
         "o_proj": deepgemm.projection,
         "indexer": deepgemm.index_logits,

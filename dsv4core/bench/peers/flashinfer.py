@@ -37,6 +37,37 @@ def attention(inputs: Inputs) -> Measured:
     return Measured("forward_mqa", _MAKERS[arch](inputs), layout)
 
 
+def wrapper_alone(inputs: Inputs) -> Measured:
+    """The MLA wrapper's own time on sm_90: all is planned, and no sink is added."""
+    if inputs.selection.request.arch != "sm_90" or inputs.dtype != torch.bfloat16:
+        raise Unmeasurable(
+            "FlashInfer's MLA wrapper is called on sm_90 with bf16 queries; set dtype=bfloat16."
+        )
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    turns, heads, width = inputs.turns("forward_mqa"), inputs.spec.num_heads, inputs.spec.model.head_dim
+    listed = [_row_numbers(attended_slots(inputs, turn)) for turn in turns]
+    rows = _plain_rows([cache for cache, _ in attended_slots(inputs, turns[0])])[:, None]
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=inputs.device)
+
+    def one(turn: Turn, numbers: torch.Tensor, counts: torch.Tensor) -> Call:
+        starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        queries = torch.arange(len(counts) + 1, dtype=torch.int32, device=inputs.device)
+        wrapper, scale = (
+            BatchMLAPagedAttentionWrapper(workspace, backend="fa3"),
+            inputs.spec.model.softmax_scale,
+        )
+        planned = (queries, starts, numbers, counts, heads, width, 0, 1, False, scale)
+        wrapper.plan(*planned, torch.bfloat16, torch.bfloat16)
+        q = turn.q[:, :heads].to(torch.bfloat16).contiguous()
+        arguments = (q, q[..., :0], rows, rows[..., :0])
+        return lambda: wrapper.run(*arguments, return_lse=True, return_lse_base_on_e=True)
+
+    layout = cache_layout(inputs.spec.model, "bf16", "bf16")
+    calls = [one(turn, *own) for turn, own in zip(turns, listed, strict=True)]
+    return Measured("forward_mqa", calls, layout)
+
+
 def _by_wrapper(inputs: Inputs) -> list[Call]:
     """The MLA wrapper as a kernel for lists of rows: both pools in one space of rows, a page each.
 

@@ -201,7 +201,8 @@ def _check(selection: Selection) -> None:
         raise ConfigError(f"backend={name} wants q of another dtype than vLLM's {dtype}; choose another one.")
     if any(plan.output.inverse_rotated for plan in plans):
         raise ConfigError(f"backend={name} rotates its output back, and so does vLLM; choose another one.")
-    if selection.request.graph and selection.backend.implements("dsv4_prepare_step"):
+    prepares = any(plan.prepares for plan in selection.plans.values())
+    if selection.request.graph and prepares and selection.backend.implements("dsv4_prepare_step"):
         raise ConfigError(
             f"backend={name} has host work before every replay of a graph, and vLLM has no place for it; set "
             "enforce_eager=True, or choose another one."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,13 +24,25 @@ NEEDED = (
     *("sparse_topk_lens", "seq_lens", "out", "bmm1_scale", "bmm2_scale", "sinks", "kv_layout"),
     *("cum_seq_lens_q", "max_q_len", "backend"),
 )
+WRAPPER = "BatchMLAPagedAttentionWrapper"
+NEEDED_OF_WRAPPER = {
+    "__init__": ("float_workspace_buffer", "backend"),
+    "plan": (
+        *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"),
+        *("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type"),
+    ),
+    "run": (
+        *("q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse", "return_lse_base_on_e"),
+        *("ckv_scale", "kpe_scale"),
+    ),
+}
 OFFSETS = "sparse_indices_are_storage_offsets"
 """The parameter by which indices count rows of a pool's memory, padding of pages included."""
 FETCH = "flashinfer download-cubin"
 """Fetches the kernels on a machine with a network."""
 
 
-def reasons(probe: Probe, arch: str, strided: bool) -> Iterator[Reason]:
+def reasons(probe: Probe, arch: str, engine: str, strided: bool) -> Iterator[Reason]:
     """Why the installed FlashInfer cannot be used, beyond being absent or of another version."""
     if probe != "host" or installed(DISTRIBUTION) is None:
         return
@@ -41,24 +54,54 @@ def reasons(probe: Probe, arch: str, strided: bool) -> Iterator[Reason]:
         fix = f"Run `{INSTALL}` for the installed torch; uninstall a flashinfer-cubin of another version."
         yield Reason("package-version", text, fix)
         return
-    lacking = missing_parameters(module)
+    lacking = missing_of_wrapper(module) if engine == "fa3" else missing_parameters(module)
     if lacking:
         yield Reason("package-version", f"{title} has no {', '.join(lacking)}.", f"Run `{INSTALL}`.")
-    elif strided and not counts_storage(module):
-        text = f"{title} takes pages without padding, and the host's have some."
-        yield Reason("layout", text, f"Run `pip install '{DISTRIBUTION}>=0.7,<0.8'`, or leave pages tight.")
-    if not has_cubins():
-        text = f"FlashInfer's kernels for {arch} are files that it fetches, and none are here."
-        yield Reason("artifact-missing", text, f"Run `{FETCH}` where there is a network.")
+    elif engine == "fa3":
+        yield from _compiler_reasons(arch)
+    else:
+        if strided and not counts_storage(module):
+            text, fix = f"{title} takes pages without padding, and the host's have some.", "leave pages tight"
+            yield Reason("layout", text, f"Run `pip install '{DISTRIBUTION}>=0.7,<0.8'`, or {fix}.")
+        if not has_cubins():
+            text = f"FlashInfer's kernels for {arch} are files that it fetches, and none are here."
+            yield Reason("artifact-missing", text, f"Run `{FETCH}` where there is a network.")
+
+
+def _compiler_reasons(arch: str) -> Iterator[Reason]:
+    """FA3 is compiled at its first use, unless a package has it."""
+    if find_spec("flashinfer_jit_cache") is not None:
+        return
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or any(home and (Path(home) / "bin" / "nvcc").is_file() for home in homes)
+    tools = {"nvcc": nvcc, "ninja": shutil.which("ninja")}
+    if lacking := [name for name, found in tools.items() if not found]:
+        text = (
+            f"FlashInfer compiles its kernels for {arch} at their first use, without {' or '.join(lacking)}."
+        )
+        fix = "Install CUDA's compiler and `pip install ninja`, or flashinfer-jit-cache of the same version."
+        yield Reason("artifact-missing", text, fix)
 
 
 def missing_parameters(module: ModuleType) -> list[str]:
     """What is passed, and the function does not take."""
-    function = getattr(module, DECODE, None)
+    return _missing(getattr(module, DECODE, None), DECODE, NEEDED)
+
+
+def missing_of_wrapper(module: ModuleType) -> list[str]:
+    """What is passed, and the wrapper's methods do not take."""
+    wrapper = getattr(module, WRAPPER, None)
+    if wrapper is None:
+        return [WRAPPER]
+    own = ((getattr(wrapper, name, None), name, needed) for name, needed in NEEDED_OF_WRAPPER.items())
+    return [text for one in own for text in _missing(*one)]
+
+
+def _missing(function: Callable[..., object] | None, name: str, needed: Sequence[str]) -> list[str]:
     if function is None:
-        return [DECODE]
+        return [name]
     found = inspect.signature(function).parameters
-    return [f"{name} in {DECODE}" for name in NEEDED if name not in found]
+    return [f"{own} in {name}" for own in needed if own not in found]
 
 
 def counts_storage(module: ModuleType) -> bool:

@@ -32,17 +32,24 @@ from dsv4core.workspace import kernel_bytes
 if TYPE_CHECKING:
     import torch
 
-    from dsv4_plugin_flashinfer.layer import Layer, SharedStep
+    from dsv4_plugin_flashinfer import fa3, trtllm
 
 KV_FORMATS = ("bf16", "fp8_e4m3")
 INDEX_FORMATS = ("fp8", "bf16", "fp32")
-ARCHITECTURES = ("sm_100", "sm_103")
+ARCHITECTURES = ("sm_90", "sm_100", "sm_103")
 HEADS = (8, 16, 32, 64, 128)
 """Query heads that TRTLLM-gen's kernels have; others are padded to the next."""
 WINDOW = 128
 """Columns of a window that the kernels know of."""
 WORKSPACE = 128 << 20
-"""Bytes of the kernel's workspace, as FlashInfer recommends."""
+"""Bytes of TRTLLM-gen's workspace, as FlashInfer recommends."""
+PLAN_WORKSPACE = 32 << 20
+"""Bytes of FA3's: two tiles of 64 heads and 1,028 bytes for each of 132 processors are 17.4 million."""
+HOST_PLAN = 8 << 20
+"""Bytes that FlashInfer takes for a plan."""
+MOST_ROWS = 8192
+"""Query tokens of one plan of FA3's: it holds 16,384 pieces of work, and divides some tokens."""
+FA3_ARCHITECTURES = ("sm_90",)
 
 
 @dataclass
@@ -69,6 +76,17 @@ class FlashInferOptions(BackendOptions):
             raise ConfigError(f"backend.launch={self.launch} is not known; write split or single.")
 
 
+@dataclass(frozen=True)
+class Plan(LayerPlan):
+    """A plan of one engine.
+
+    Attributes:
+        engine: Whose kernels attend: `fa3` or `trtllm-gen`.
+    """
+
+    engine: str = "trtllm-gen"
+
+
 @hookimpl
 def dsv4_backend_info() -> BackendInfo:
     """Describe the backend."""
@@ -76,7 +94,7 @@ def dsv4_backend_info() -> BackendInfo:
         api=API_VERSION,
         options=FlashInferOptions,
         platforms=("cuda",),
-        summary="FlashInfer kernels on plain caches for sm_100 and sm_103",
+        summary="FlashInfer kernels on plain caches for sm_90, sm_100 and sm_103",
         requirements=(library.REQUIREMENT,),
         capabilities=frozenset(
             {
@@ -84,7 +102,13 @@ def dsv4_backend_info() -> BackendInfo:
                 *("tensor-parallel", "graph"),
             }
         ),
+        arch_capabilities={arch: frozenset({"lse", "needs-host-lengths"}) for arch in FA3_ARCHITECTURES},
     )
+
+
+def engine_of(request: Request) -> str:
+    """Whose kernels attend."""
+    return "fa3" if request.arch in FA3_ARCHITECTURES else "trtllm-gen"
 
 
 @hookimpl
@@ -98,10 +122,10 @@ def _reasons(request: Request) -> Iterator[Reason]:
         text = f"FlashInfer's kernels for {request.arch} read packed rows, and this backend has plain ones."
         yield Reason("arch", text, "Use backend=triton.")
     elif request.platform == "cuda" and request.arch not in ARCHITECTURES:
-        text = f"It is made for {' and '.join(ARCHITECTURES)}, and this is {request.arch}."
+        text = f"It is made for {', '.join(ARCHITECTURES)}, and this is {request.arch}."
         yield Reason("arch", text, "Use backend=triton.")
     else:
-        yield from library.reasons(request.probe, request.arch, request.strided_pages)
+        yield from library.reasons(request.probe, request.arch, engine_of(request), request.strided_pages)
     yield from libraries.deep_gemm_reasons()
     model = request.model
     if model.sliding_window != WINDOW or model.head_dim != 512:
@@ -133,75 +157,106 @@ def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
 
 
 @hookimpl
-def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptions) -> LayerPlan:
-    """Queries of the rows' dtype, heads of the next kernel; the core's kernels for all else."""
-    heads, kernels = next(size for size in HEADS if layer.num_heads <= size), request.platform == "cuda"
-    fp8 = dsv4_resolve_kv_cache(request).window.name == "fp8_e4m3"
+def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptions) -> Plan:
+    """Queries and heads as the engine takes them; the core's kernels for all else."""
+    kernels, engine = request.platform == "cuda", engine_of(request)
     lacking = libraries.deep_gemm_lacking(request.probe) if kernels else "no GPU"
     product = f"the core ({lacking})" if lacking else "DeepGEMM"
     limits, model = request.limits, layer.model
     entries = layer.kind.visible_entries(limits.max_model_len)
     attended = min(model.index_topk, entries) if layer.kind.select == "top_k" else entries
     tables = 4 * limits.max_tokens * (2 * (WINDOW + attended) + 64)
-    return LayerPlan(
-        padded_q_heads=heads,
-        q_dtype="float8_e4m3fn" if fp8 else "bfloat16",
-        output=OutputSpec(padded=True),
-        workspace_bytes=2 * WORKSPACE + tables + kernel_bytes(layer, limits),
-        variant=f"trtllm-gen, {heads} heads, launch={options.launch}, wo_a by {product}",
+    common = Plan(
+        engine=engine,
+        prepares=engine == "fa3",
+        padded_q_heads=layer.num_heads,
+        q_dtype="bfloat16",
+        workspace_bytes=tables + kernel_bytes(layer, limits),
+        variant=f"{engine}, wo_a by {product}",
         core_ops="triton" if kernels else "torch",
         projection_dtype="" if lacking else "float8_e4m3fn",
         branches=True,
+    )
+    if engine == "fa3":
+        plans = -(-limits.max_tokens // MOST_ROWS) * HOST_PLAN
+        sums = 4 * limits.max_tokens * layer.num_heads
+        return replace(common, workspace_bytes=common.workspace_bytes + PLAN_WORKSPACE + plans + sums)
+    heads = next(size for size in HEADS if layer.num_heads <= size)
+    fp8 = dsv4_resolve_kv_cache(request).window.name == "fp8_e4m3"
+    return replace(
+        common,
+        padded_q_heads=heads,
+        q_dtype="float8_e4m3fn" if fp8 else "bfloat16",
+        output=OutputSpec(padded=True),
+        workspace_bytes=common.workspace_bytes + 2 * WORKSPACE,
+        variant=f"{engine}, {heads} heads, launch={options.launch}, wo_a by {product}",
     )
 
 
 @hookimpl
 def dsv4_init_layer_buffers(
-    layer: LayerSpec, plan: LayerPlan, weights: LayerWeights, device: torch.device
-) -> Layer:
-    """Scales as numbers, sinks padded, the output projection prepared."""
-    from dsv4_plugin_flashinfer.layer import Layer
+    layer: LayerSpec, plan: Plan, weights: LayerWeights, device: torch.device
+) -> fa3.Layer | trtllm.Layer:
+    """Scales as numbers, sinks, the output projection prepared."""
+    if plan.engine == "fa3":
+        from dsv4_plugin_flashinfer import fa3
 
-    return Layer(layer, plan, weights, device)
+        return fa3.Layer(layer, plan, weights, device)
+    from dsv4_plugin_flashinfer import trtllm
+
+    return trtllm.Layer(layer, plan, weights, device)
 
 
 @hookimpl
 def dsv4_init_step_buffers(
-    request: Request, kind: LayerKind, plan: LayerPlan, device: torch.device, options: FlashInferOptions
-) -> SharedStep:
+    request: Request, kind: LayerKind, plan: Plan, device: torch.device, options: FlashInferOptions
+) -> fa3.SharedStep | trtllm.SharedStep:
     """What the layers of a kind share: index tables, and the kernel's workspace."""
-    from dsv4_plugin_flashinfer.layer import SharedStep
+    if plan.engine == "fa3":
+        from dsv4_plugin_flashinfer import fa3
 
-    return SharedStep(request, kind, plan, options.launch == "split", device)
+        return fa3.SharedStep(request, kind, plan, dsv4_resolve_kv_cache(request).window, device)
+    from dsv4_plugin_flashinfer import trtllm
+
+    return trtllm.SharedStep(request, kind, plan, options.launch == "split", device)
 
 
 @hookimpl
-def dsv4_plan_step(kind_state: SharedStep, step: Step) -> None:
-    """The window's table; all of the index table where layers choose nothing."""
+def dsv4_prepare_step(kind_state: fa3.SharedStep, step: Step) -> None:
+    """FA3's work is divided on the host."""
+    kind_state.prepare(step)
+
+
+@hookimpl
+def dsv4_plan_step(kind_state: fa3.SharedStep | trtllm.SharedStep, step: Step) -> None:
+    """Tables that layers share."""
     kind_state.plan(step)
 
 
 @hookimpl
 def dsv4_forward_mqa(
-    state: Layer,
+    state: fa3.Layer | trtllm.Layer,
     q: torch.Tensor,
     caches: LayerCaches,
     selected: torch.Tensor | None,
     step: Step,
-    kind_state: SharedStep,
+    kind_state: Any,
+    want_lse: bool,
     apply_sink: bool,
 ) -> AttentionOutput:
     """Attend over rows in place."""
-    return state.forward_mqa(q, caches, selected, step, kind_state, apply_sink)
+    return state.forward_mqa(q, caches, selected, step, kind_state, want_lse, apply_sink)
 
 
 @hookimpl
-def dsv4_o_proj(state: Layer, attention: AttentionOutput, positions: torch.Tensor) -> torch.Tensor:
+def dsv4_o_proj(
+    state: fa3.Layer | trtllm.Layer, attention: AttentionOutput, positions: torch.Tensor
+) -> torch.Tensor:
     """Rotate back and project."""
     return state.o_proj(attention.data, positions)
 
 
 @hookimpl
-def dsv4_describe(state: Layer) -> dict[str, Any]:
+def dsv4_describe(state: fa3.Layer | trtllm.Layer) -> dict[str, Any]:
     """Kernels, versions, scales and prepared weights."""
     return state.describe()

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from stub_fa3 import BatchMLAPagedAttentionWrapper
 
 WINDOW = 128
 HEADS = (8, 16, 32, 64, 128)
@@ -147,4 +148,5 @@ def modules(version: str = "0.7.0") -> dict[str, ModuleType]:
     package, mla = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
     vars(package)["mla"] = mla
     vars(mla)["trtllm_batch_decode_sparse_mla_dsv4"] = KERNELS[version]
+    vars(mla)["BatchMLAPagedAttentionWrapper"] = BatchMLAPagedAttentionWrapper
     return {"flashinfer": package, "flashinfer.mla": mla}

@@ -70,7 +70,7 @@ def stubbed(stub: None) -> Subject:
             "arch",
             "FlashInfer's kernels for sm_120 read packed rows, and this backend has",
         ),
-        ({"arch": "sm_90"}, "arch", "It is made for sm_100 and sm_103, and this is sm_90."),
+        ({"arch": "sm_80"}, "arch", "It is made for sm_90, sm_100, sm_103, and this is sm_80."),
         ({"num_heads": 256}, "q-heads", "256 query heads a rank, and its kernels have 128 at most."),
         ({"dtype": "float32"}, "model", "Activations are float32, and its outputs are bfloat16."),
         ({"context_parallel": 2}, "parallel", "context_parallel=2, and a rank's kernels read the whole"),
@@ -120,23 +120,23 @@ def with_library(
 
 
 def test_a_library_that_fits(with_library: ModuleType) -> None:
-    assert list(library.reasons("host", "sm_100", strided=True)) == []
+    assert list(library.reasons("host", "sm_100", "trtllm-gen", strided=True)) == []
 
 
 def test_missing_cubins(with_library: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(tmp_path / "none"))
-    (reason,) = library.reasons("host", "sm_100", strided=False)
+    (reason,) = library.reasons("host", "sm_100", "trtllm-gen", strided=False)
     assert (reason.code, reason.fix) == (
         "artifact-missing",
         "Run `flashinfer download-cubin` where there is a network.",
     )
-    assert list(library.reasons("static", "sm_100", strided=False)) == []
+    assert list(library.reasons("static", "sm_100", "trtllm-gen", strided=False)) == []
 
 
 def test_a_library_without_storage_offsets(with_library: ModuleType) -> None:
     vars(with_library)[library.DECODE] = stub_flashinfer.KERNELS["0.6.18"]
-    assert list(library.reasons("host", "sm_100", strided=False)) == []
-    (reason,) = library.reasons("host", "sm_100", strided=True)
+    assert list(library.reasons("host", "sm_100", "trtllm-gen", strided=False)) == []
+    (reason,) = library.reasons("host", "sm_100", "trtllm-gen", strided=True)
     assert (reason.code, reason.text) == (
         "layout",
         "flashinfer-python 0.6.18.post1 takes pages without padding, and the host's have some.",
@@ -145,7 +145,7 @@ def test_a_library_without_storage_offsets(with_library: ModuleType) -> None:
 
 def test_a_library_without_the_kernel(with_library: ModuleType) -> None:
     del vars(with_library)[library.DECODE]
-    (reason,) = library.reasons("host", "sm_100", strided=False)
+    (reason,) = library.reasons("host", "sm_100", "trtllm-gen", strided=False)
     assert reason.text == f"flashinfer-python 0.6.18.post1 has no {library.DECODE}."
     assert reason.fix == "Run `pip install 'flashinfer-python>=0.6.18,<0.8'`."
 
@@ -164,7 +164,7 @@ def test_scales_are_numbers(
     stubbed: Subject, dtype: str, scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for scores, with the softmax's own; once for values: of FP8 rows, and of bf16 rows none."""
-    from dsv4_plugin_flashinfer import layer
+    from dsv4_plugin_flashinfer import trtllm
 
     seen: list[tuple[float, float]] = []
 
@@ -174,7 +174,7 @@ def test_scales_are_numbers(
 
     case = Case(SWA, heads=8, kv_cache_dtype=dtype, scales=LayerScales(q=0.5, kv=0.25))
     host = Host(stubbed, case)
-    monkeypatch.setattr(layer.flashinfer.mla, library.DECODE, watched)
+    monkeypatch.setattr(trtllm.flashinfer.mla, library.DECODE, watched)
     monkeypatch.setattr(library, "counts_storage", lambda module: False)
     test_attention.compare(host, (300,), (2,))
     assert seen == [(REQUEST.model.softmax_scale * scales[0], scales[1])]
@@ -197,13 +197,13 @@ def test_graphs_do_not_depend_on_a_steps_lengths(stubbed: Subject) -> None:
 
 
 def test_pages_that_the_library_does_not_take(stubbed: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4_plugin_flashinfer import layer
+    from dsv4_plugin_flashinfer import trtllm
 
     host = Host(stubbed, Case(SWA, heads=8, page_gap=1))
     step = host.step((300,), (1,))
     q = host.query(step)
     host.attend(step, q, None)
-    monkeypatch.setattr(layer.flashinfer.mla, library.DECODE, stub_flashinfer.KERNELS["0.6.18"])
+    monkeypatch.setattr(trtllm.flashinfer.mla, library.DECODE, stub_flashinfer.KERNELS["0.6.18"])
     with pytest.raises(ConfigError, match="reads pages that are apart by no more than their 64 rows"):
         host.attend(step, q, None)
 
@@ -215,9 +215,9 @@ def test_mixed_steps(
     stubbed: Subject, version: str, launch: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes before prefills, in two launches or in one; tables are made once a step."""
-    from dsv4_plugin_flashinfer import layer
+    from dsv4_plugin_flashinfer import trtllm
 
-    monkeypatch.setattr(layer.flashinfer.mla, library.DECODE, stub_flashinfer.KERNELS[version])
+    monkeypatch.setattr(trtllm.flashinfer.mla, library.DECODE, stub_flashinfer.KERNELS[version])
     subject = replace(stubbed, options=FlashInferOptions(launch=launch))
     host = Host(subject, Case(kind, heads=24, host_lengths=version == "0.7.0"))
     test_attention.compare(host, (700, 300, 64, 0), (1, 1, 5, 7))

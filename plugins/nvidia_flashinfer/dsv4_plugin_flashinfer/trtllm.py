@@ -186,9 +186,10 @@ class Layer:
         selected: torch.Tensor | None,
         step: Step,
         kind_state: SharedStep,
+        want_lse: bool,
         apply_sink: bool,
     ) -> AttentionOutput:
-        """Attend over the window and the selected entries, or all of them."""
+        """Attend over the window and the selected entries, or all of them; without a log-sum-exp."""
         table, counts = kind_state.table(caches, selected, step)
         out = torch.zeros(q.shape, dtype=torch.bfloat16, device=q.device)  # rows of padding stay zero
         window, compressed = caches.window, caches.compressed or caches.window

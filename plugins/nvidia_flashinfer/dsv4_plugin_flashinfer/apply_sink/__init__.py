@@ -1,0 +1,5 @@
+"""The sink's share, taken from outputs that were attended without it."""
+
+from dsv4_plugin_flashinfer.apply_sink.reference import apply_sink
+
+__all__ = ["apply_sink"]

@@ -1,0 +1,258 @@
+"""sm_90: FlashAttention 3 behind FlashInfer's MLA wrapper, as a kernel for lists of rows.
+
+A row is a page of its own, and a query token a request of its own: all that a plan needs are numbers of rows,
+which follow from lengths that the host knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+from dsv4_plugin_flashinfer import apply_sink, library, row_numbers
+from dsv4_plugin_flashinfer.plugin import MOST_ROWS, PLAN_WORKSPACE, WINDOW
+from dsv4_plugin_flashinfer.row_numbers import Place
+from dsv4core import libraries, ops
+from dsv4core.api import (
+    AttentionOutput,
+    ConfigError,
+    LayerCaches,
+    LayerKind,
+    LayerPlan,
+    LayerSpec,
+    LayerWeights,
+    Request,
+    Step,
+)
+from dsv4core.api.kvcache import KVCacheFormat
+from dsv4core.ops.o_proj.prepared import OutputProjection
+
+UNITS = (16, 512)
+"""Bytes that rows may be apart by: at least what the kernel loads at once; at most what all rows are apart by
+whose pools torch allocates, so that int32 numbers reach as far as possible."""
+
+
+def operations_of(plan: LayerPlan) -> Any:
+    """The core's operations: kernels, or the definitions where there is no GPU."""
+    if plan.core_ops == "torch":
+        return ops
+    from dsv4core.ops import triton
+
+    return triton
+
+
+def own_operations(plan: LayerPlan) -> tuple[ModuleType, ModuleType]:
+    """The backend's own two, likewise."""
+    if plan.core_ops == "torch":
+        return row_numbers.reference, apply_sink.reference
+    from dsv4_plugin_flashinfer.apply_sink import triton as sink_kernel
+    from dsv4_plugin_flashinfer.row_numbers import triton as number_kernel
+
+    return number_kernel, sink_kernel
+
+
+class SharedStep:
+    """The plan of a step, made on the host, and the table of rows that it speaks of."""
+
+    def __init__(
+        self, request: Request, kind: LayerKind, plan: LayerPlan, rows: KVCacheFormat, device: torch.device
+    ) -> None:
+        """Keep what does not change.
+
+        Args:
+            request: What was selected for.
+            kind: The layers' kind.
+            plan: Their plan.
+            rows: The format of cached rows.
+            device: Where.
+        """
+        self.kind, self._request, self._device = kind, request, device
+        self._dtype = getattr(torch, rows.storage_dtype)
+        self._numbers, _ = own_operations(plan)
+        self._workspace = torch.empty(PLAN_WORKSPACE, dtype=torch.uint8, device=device)
+        self._wrappers: list[BatchMLAPagedAttentionWrapper] = []
+        self._copied: torch.cuda.Event | None = None
+        self._tables: list[torch.Tensor] = []  # graphs hold on to smaller ones
+        self._planned = torch.zeros(1, dtype=torch.int32, device=device)
+        self.attends: torch.Tensor
+        self._places: tuple[Place, Place] | None = None
+        self._made: tuple[tuple[Place, Place], bool] | None = None
+
+    def prepare(self, step: Step) -> None:
+        """Divide the work of a step; this waits until the division of the last one has been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()  # FlashInfer copies it from a buffer that it fills anew
+        table = self._table(step)
+        width = table.shape[1]
+        counts = self._counts(step, width - WINDOW)
+        self._planned.fill_(step.num_tokens)  # a graph may have room for more of them
+        for wrapper, tokens in zip(self._enough(step), _turns(step.num_tokens), strict=False):
+            own = torch.arange(tokens.stop - tokens.start + 1, dtype=torch.int32)
+            wrapper.plan(
+                *(own, own * width, table[tokens].flatten(), counts[tokens]),
+                *(self._request.num_heads, self._request.model.head_dim, 0, 1, False),
+                *(self._request.model.softmax_scale, torch.bfloat16, self._dtype),
+            )
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def plan(self, step: Step) -> None:
+        """The step's table where layers choose nothing, for pools that lie as those of the last layer."""
+        self._made = None
+        if self.kind.select != "top_k" and self._places is not None:
+            self._make(None, step, self._places)
+            self._made = self._places, self._captures()
+
+    def runs(
+        self, caches: LayerCaches, selected: torch.Tensor | None, step: Step
+    ) -> Iterator[tuple[slice, BatchMLAPagedAttentionWrapper, torch.Tensor]]:
+        """Query tokens, who attends them, and the rows that its numbers count, `[1, 1, 512]` for the first.
+
+        The table is the step's where its plan made it behind which this runs, captured or not like this.
+        """
+        rows, places = _one_space(caches)
+        if selected is not None or self._made != (places, self._captures()):
+            self._make(selected, step, places)
+            self._places, self._made = self._places or places, None
+        for wrapper, tokens in zip(self._wrappers, _turns(step.num_tokens), strict=False):
+            yield tokens, wrapper, rows
+
+    def _make(self, selected: torch.Tensor | None, step: Step, places: tuple[Place, Place]) -> None:
+        entries = step.compressed[self.kind.name] if self.kind.ratio is not None else None
+        self.attends = torch.empty(step.num_tokens, dtype=torch.int32, device=self._device)
+        self._numbers.row_numbers(
+            *(step.positions, step.token_to_request, step.window, entries, selected, places),
+            *(WINDOW, self.kind.ratio, self._planned, self._table(step), self.attends),
+        )
+
+    def _counts(self, step: Step, most: int) -> torch.Tensor:
+        """`[tokens]` int32 on the host: rows that each query attends; none of padding."""
+        assert step.host_lengths is not None  # or the request would have been refused
+        positions = torch.full((step.num_tokens,), -1)
+        begin = 0
+        for query, total in zip(step.host_lengths.query, step.host_lengths.total, strict=True):
+            positions[begin : begin + query] = torch.arange(total - query, total)
+            begin += query
+        window, *entries = ops.query_lengths(positions, WINDOW, self.kind.ratio, most)
+        return window + entries[1] if entries else window
+
+    def _most_entries(self, step: Step) -> int:
+        """Entries that a query attends at most: of this step, where no graph has to last."""
+        assert step.host_lengths is not None
+        longest = max(step.host_lengths.total, default=0)
+        visible = self.kind.visible_entries(step.limits.max_model_len if self._request.graph else longest)
+        return min(visible, self._request.model.index_topk) if self.kind.select == "top_k" else visible
+
+    def _table(self, step: Step) -> torch.Tensor:
+        """`[tokens, width]` int32: numbers of rows, in the largest buffer that there has been."""
+        width = WINDOW + self._most_entries(step)
+        count = step.num_tokens * width
+        if not self._tables or self._tables[-1].numel() < count:
+            if not self._request.graph:
+                self._tables.clear()
+            self._tables.append(torch.zeros(count, dtype=torch.int32, device=self._device))
+        return self._tables[-1][:count].view(step.num_tokens, width)
+
+    def _enough(self, step: Step) -> list[BatchMLAPagedAttentionWrapper]:
+        """One wrapper for each of a step's turns."""
+        while len(self._wrappers) < len(_turns(step.num_tokens)):
+            self._wrappers.append(BatchMLAPagedAttentionWrapper(self._workspace, backend="fa3"))
+        return self._wrappers
+
+    def _captures(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Layer:
+    """One layer's scales, sinks and output projection."""
+
+    def __init__(
+        self, layer: LayerSpec, plan: LayerPlan, weights: LayerWeights, device: torch.device
+    ) -> None:
+        self.layer, self.scales = layer, weights.scales
+        self._sinks = weights["attn_sink"].data.float()
+        _, self._finish = own_operations(plan)
+        self._projection = OutputProjection(
+            layer, weights, operations_of(plan), deep_gemm=bool(plan.projection_dtype)
+        )
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        selected: torch.Tensor | None,
+        step: Step,
+        kind_state: SharedStep,
+        want_lse: bool,
+        apply_sink: bool,
+    ) -> AttentionOutput:
+        """Attend over the window and the selected entries, or all of them; the sink comes afterwards."""
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        fp8 = caches.window.pool.dtype == torch.float8_e4m3fn
+        kv, scales = (self.scales.kv, {"ckv_scale": 1.0, "kpe_scale": 1.0}) if fp8 else (1.0, {})
+        no_query = q[..., :0]
+        for tokens, wrapper, rows in kind_state.runs(caches, selected, step):
+            # FlashInfer keeps the plan's scale, and rounds that of rows to bf16: this is a layer's, exactly.
+            wrapper._sm_scale = self.layer.model.softmax_scale * kv
+            wrapper.run(
+                *(q[tokens], no_query[tokens], rows, rows[..., :0]),
+                out=out[tokens],
+                lse=lse[tokens],
+                return_lse=True,
+                return_lse_base_on_e=True,
+                **scales,
+            )
+        self._finish.apply_sink(out, lse, kind_state.attends, self._sinks if apply_sink else None, kv)
+        return AttentionOutput(out, lse if want_lse else None)
+
+    def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate back and project to `[tokens, hidden_size]`."""
+        return self._projection(attention, positions)
+
+    def describe(self) -> dict[str, Any]:
+        """Kernels, versions of their libraries, scales, and the bytes of the prepared weights."""
+        names = (library.DISTRIBUTION, *libraries.DEEP_GEMM, "torch")
+        versions = {name: found for name in names if (found := libraries.installed(name))}
+        own = {"o_proj": self._projection.product, "prepared_bytes": self._projection.nbytes}
+        return {"kernel": "fa3", **versions, "scales": vars(self.scales), **own}
+
+
+def _turns(count: int) -> list[slice]:
+    """Query tokens that one plan holds."""
+    return [slice(begin, min(begin + MOST_ROWS, count)) for begin in range(0, count, MOST_ROWS)]
+
+
+def _one_space(caches: LayerCaches) -> tuple[torch.Tensor, tuple[Place, Place]]:
+    """Rows of both pools by number, from the window's first byte on: numbers are signed and go anywhere.
+
+    Returns:
+        `[1, 1, 512]`, the row of number 0, whose page stride is the unit; and where both pools lie.
+
+    Raises:
+        ConfigError: Rows are apart by what the kernel cannot load, or further than numbers reach.
+    """
+    window, further = caches.window, caches.compressed or caches.window
+    size = window.pool.element_size()
+    row = window.pool.stride(1) * size
+    distance = further.pool.data_ptr() - window.pool.data_ptr()
+    spans = [distance, row, *(own.page_stride_bytes for own in (window, further) if own.num_pages > 1)]
+    unit = math.gcd(UNITS[1], *spans)
+    reach = abs(distance) + max(own.num_pages * own.page_stride_bytes for own in (window, further))
+    if unit < UNITS[0] or reach // unit >= 1 << 31:
+        raise ConfigError(
+            f"Pools whose pages are {window.page_stride_bytes:,} and {further.page_stride_bytes:,} bytes "
+            f"apart, and they themselves {abs(distance):,}, cannot be counted in int32 rows of {UNITS[0]} "
+            f"bytes or more; align pools and pages to {UNITS[1]} bytes, or use backend=triton."
+        )
+    places = (
+        Place(0, window.page_stride_bytes // unit, row // unit),
+        Place(distance // unit, further.page_stride_bytes // unit, row // unit),
+    )
+    return window.pool.as_strided((1, 1, window.pool.shape[2]), (unit // size, unit // size, 1)), places
