@@ -12,7 +12,8 @@ from dsv4core.api.selection import Probe
 DEEP_GEMM = ("sgl-deep-gemm", "tokenspeed-deepgemm")
 """Distributions that are imported as `deep_gemm`; each was built for some versions of torch."""
 PRODUCTS = (
-    *("fp8_einsum", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms"),
+    *("fp8_einsum", "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"),
+    "get_num_sms",
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
 )
 """Functions of DeepGEMM that `dsv4core.ops` calls."""

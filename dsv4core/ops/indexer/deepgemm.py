@@ -1,4 +1,4 @@
-"""Scores of decodes by DeepGEMM: FP8 queries and keys, pages in place."""
+"""Scores by DeepGEMM, FP8 queries and keys: of decodes pages in place, of a prompt keys side by side."""
 
 from __future__ import annotations
 
@@ -73,5 +73,35 @@ def index_logits(
         plan.schedule,
         width,
         False,  # behind a query's entries nothing is looked at
+    )
+    return scores
+
+
+def prompt_logits(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: KVCache,
+    pages: torch.Tensor,
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """The same for queries of one request, whose keys are brought side by side and read for all of them.
+
+    Args:
+        q: `[tokens, heads, width]` e4m3, from `index_query`.
+        weights: `[tokens, heads]` fp32.
+        keys: The index cache, FP8, in pages of 64.
+        pages: `[pages]` int32 of the request, as far as any of the queries sees; 0 for negative ones.
+        visible: `[tokens]` entries that each query sees.
+
+    Returns:
+        `[tokens, pages * 64]` fp32; behind a query's entries lies anything.
+    """
+    import deep_gemm
+
+    codes, scales = (region[pages.long().clamp_min(0)] for region in keys.regions)
+    rows = codes.flatten(0, 1).view(torch.float8_e4m3fn), scales.view(torch.float32).flatten()
+    ends = visible.clamp(1, len(pages) * PAGE_SIZE).int()
+    scores: torch.Tensor = deep_gemm.fp8_mqa_logits(
+        q.contiguous(), rows, weights.contiguous(), torch.zeros_like(ends), ends, False
     )
     return scores

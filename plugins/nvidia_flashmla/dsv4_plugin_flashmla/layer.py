@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dsv4core.api import (
     Request,
     Step,
 )
+from dsv4core.kvcache import KVCache
 from dsv4core.ops.indexer import deepgemm
 from dsv4core.ops.indexer.deepgemm import ScorePlan
 from dsv4core.ops.o_proj.prepared import OutputProjection
@@ -34,6 +36,21 @@ def operations_of(plan: LayerPlan) -> Any:
     from dsv4core.ops import triton
 
     return triton
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Queries of one prefill.
+
+    Attributes:
+        tokens: Where they are among those that are looked at.
+        request: Their request.
+        entries: What the last of them sees, at least 1.
+    """
+
+    tokens: slice
+    request: int
+    entries: int
 
 
 class SharedStep:
@@ -112,6 +129,21 @@ class SharedStep:
             return step.limits.max_model_len
         return max(step.host_lengths.total, default=0)
 
+    def prompts(self, tokens: slice, step: Step) -> list[Prompt]:
+        """Prefills among these tokens, for DeepGEMM; none where the host has no lengths, as in a graph."""
+        if not self._scores or step.host_lengths is None or self._request.graph:
+            return []
+        found, begin, lengths = [], 0, step.host_lengths
+        start, stop, _ = tokens.indices(step.num_tokens)
+        for request, (query, total) in enumerate(zip(lengths.query, lengths.total, strict=True)):
+            first, last = max(begin, start), min(begin + query, stop)
+            if request >= step.num_decode_requests and first < last:
+                own = slice(first - start, last - start)
+                seen = self.kind.visible_entries(total - (begin + query - last))
+                found.append(Prompt(own, request, max(1, seen)))
+            begin += query
+        return found
+
     def schedule(self, shared: Any) -> Any:
         """The schedule of a turn, which the first call behind the plan makes and all layers share.
 
@@ -175,9 +207,39 @@ class Layer:
         assert caches.index is not None
         if kind_state.scores is not None and len(q) == step.num_tokens:
             return deepgemm.index_logits(q, weights, caches.index, kind_state.scores, width)
+        prompts = kind_state.prompts(tokens, step)
+        if not prompts:
+            return self._core_logits(q, weights, visible, tokens, width, caches.index, step)
+        table = step.compressed[self.layer.kind.name].block_table
+        out = q.new_empty(len(q), width, dtype=torch.float32)
+        others = slice(prompts[0].tokens.start)
+        if others.stop:
+            begin, _, _ = tokens.indices(step.num_tokens)
+            first = slice(begin, begin + others.stop)
+            own = (q[others], weights[others], visible[others], first, width, caches.index, step)
+            out[others] = self._core_logits(*own)
+        for prompt in prompts:
+            rows, pages = prompt.tokens, table[prompt.request, : -(-prompt.entries // deepgemm.PAGE_SIZE)]
+            scores = deepgemm.prompt_logits(q[rows], weights[rows], caches.index, pages, visible[rows])
+            if rows == slice(0, len(q)) and scores.shape[1] >= width:
+                return scores[:, :width]
+            seen = min(width, scores.shape[1])
+            out[rows, :seen] = scores[:, :seen]
+        return out
+
+    def _core_logits(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        visible: torch.Tensor,
+        tokens: slice,
+        width: int,
+        keys: KVCache,
+        step: Step,
+    ) -> torch.Tensor:
         table, requests = step.compressed[self.layer.kind.name], step.token_to_request[tokens]
         scores: torch.Tensor = self._operations.index_logits(
-            q, weights, caches.index, table, requests, visible, width
+            q, weights, keys, table, requests, visible, width
         )
         return scores
 

@@ -25,6 +25,37 @@ def get_paged_mqa_logits_metadata(
     return schedule
 
 
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    clean_logits: bool = False,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    keys, scale = kv
+    tokens, heads, width = q.shape
+    assert q.dtype == keys.dtype == torch.float8_e4m3fn
+    assert heads in (32, 64)
+    assert q.is_contiguous()
+    assert keys.is_contiguous()
+    assert keys.shape == (len(scale), width)
+    assert scale.dtype == weights.dtype == torch.float32
+    assert weights.shape == (tokens, heads)
+    assert weights.is_contiguous()
+    assert not clean_logits
+    for bounds in (ks, ke):
+        assert bounds.dtype == torch.int32
+        assert bounds.shape == (tokens,)
+    assert bool(((ks < ke) & (ke <= len(keys))).all())
+    logits = torch.full((tokens, len(keys)), float("nan"))
+    for token, (first, end) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):
+        scores = (q[token].float() @ keys[first:end].float().T).relu() * scale[first:end]
+        logits[token, first:end] = weights[token] @ scores
+    return logits
+
+
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -138,7 +138,7 @@ def test_a_deepgemm_that_does_not_work(
         "12.3 and `pip install sgl-deep-gemm==0.1.4.post1`"
     )
     monkeypatch.setattr(libraries, "import_module", ModuleType)
-    assert "has no fp8_einsum, fp8_paged_mqa_logits, " in libraries.deep_gemm_lacking("host")
+    assert "has no fp8_einsum, fp8_mqa_logits, " in libraries.deep_gemm_lacking("host")
 
 
 def test_workspace_is_bounded_by_what_is_attended() -> None:

@@ -1,6 +1,6 @@
 """What `backend=flashinfer` takes beside FlashInfer's kernel itself, and layers beside `backend=triton`'s.
 
-    python benchmarks/flashinfer.py benchmarks/results/h200/flashinfer.jsonl [commit]
+    python benchmarks/plain_caches.py benchmarks/results/h200/plain_caches.jsonl [commit]
 
 needs FlashInfer, and DeepGEMM for the output projection.
 """
