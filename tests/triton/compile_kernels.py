@@ -206,6 +206,7 @@ def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
     yield partial(kernels.gathered_indices, None, *gathered)
     yield partial(kernels.mixed_sparse_indices, slots[:, :128], slots, (64, 73), (64, 64))
     yield partial(kernels.inverse_rope_quant, q, positions, rope)
+    yield partial(kernels.inverse_rope_quant, q, positions, rope, q[..., 0].float())
     groups, low = model.o_groups, model.o_lora_rank
     wo_a, wo_b = weight(groups * low, heads * 512 // groups), weight(model.hidden_size, groups * low)
     wq_b = weight(heads * 512, model.q_lora_rank)

@@ -34,6 +34,22 @@ def test_rotated_back_and_quantised(heads: int) -> None:
     torch.testing.assert_close(scale, due_scale, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("heads", [3, 16])
+def test_shares_of_heads(heads: int) -> None:
+    """Heads times their shares, as if they had been multiplied before; what has none is nothing, NaN too."""
+    attention = torch.randn(4, heads, 512, device=DEVICE)
+    positions = torch.tensor([0, 3, 90, 4000], device=DEVICE)
+    shares = torch.rand(4, heads, device=DEVICE)
+    shares[1], shares[2, 0] = 0.0, 0.0
+    due, due_scale = inverse_rope_quant(attention * shares[..., None], positions, ROPE)
+    attention[1] = float("nan")
+    for own in (inverse_rope_quant, ops.inverse_rope_quant):
+        found, scale = own(attention, positions, ROPE, shares)
+        assert float((found.float() * scale.repeat_interleave(128, -1))[1].abs().max()) == 0
+        assert torch.equal(scale, due_scale)
+        assert float((found.float() != due.float()).float().mean()) < 1e-3
+
+
 def test_no_row() -> None:
     codes, scale = inverse_rope_quant(torch.empty(0, 4, 512, device=DEVICE), torch.empty(0), ROPE)
     assert codes.shape == (0, 4, 512)

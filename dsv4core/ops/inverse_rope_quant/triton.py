@@ -15,13 +15,16 @@ HEADS = 16
 
 
 def inverse_rope_quant(
-    attention: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor
+    attention: torch.Tensor,
+    positions: torch.Tensor,
+    rope: torch.Tensor,
+    shares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the definition; the head dimension is a power of two."""
     tokens, heads, width = attention.shape
     codes = torch.empty(attention.shape, dtype=torch.float8_e4m3fn, device=attention.device)
     scale = torch.empty(tokens, heads, width // BLOCK, dtype=torch.float32, device=attention.device)
-    _launch(attention, positions, rope, codes.view(torch.uint8), scale)
+    _launch(attention, positions, rope, codes.view(torch.uint8), scale, shares)
     return codes, scale
 
 
@@ -38,6 +41,7 @@ def _launch(
     rope: torch.Tensor,
     out: torch.Tensor,
     scales: torch.Tensor | None,
+    shares: torch.Tensor | None = None,
 ) -> None:
     tokens, heads, width = attention.shape
     if tokens:
@@ -47,6 +51,7 @@ def _launch(
             rope,
             out,
             scales,
+            shares,
             heads,
             attention.stride(0),
             attention.stride(1),
@@ -67,6 +72,7 @@ def _rotate_back(
     rope,
     out,
     scales,
+    shares,
     heads,
     token_stride,
     head_stride,
@@ -81,6 +87,9 @@ def _rotate_back(
     column, here = tl.arange(0, WIDTH), (head < heads)[:, None]
     source = attention + token * token_stride + head[:, None] * head_stride + column[None, :]
     x = tl.load(source, mask=here, other=0.0).to(tl.float32)
+    if shares is not None:
+        share = tl.load(shares + token * heads + head, mask=head < heads, other=0.0)[:, None]
+        x = tl.where(share == 0.0, 0.0, x * share)
     x = rotated(x, rope, tl.load(positions + token), -1, HEADS, WIDTH, ROPE)
     row = token * heads + head[:, None]
     target = out + row * WIDTH + column[None, :]

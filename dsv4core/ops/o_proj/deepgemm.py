@@ -78,6 +78,7 @@ def o_proj(
     wo_a: GroupedWeight,
     wo_b: Weight,
     groups: int,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the definition, with FP8 activations in the first product.
 
@@ -88,6 +89,7 @@ def o_proj(
         wo_a: From `prepare_wo_a`.
         wo_b: From the kernels' `prepare_linear`.
         groups: Output groups of this rank.
+        shares: `[tokens, heads]` fp32 that heads are multiplied with first, or None.
 
     Returns:
         `[tokens, hidden_size]` bf16: this rank's partial sum.
@@ -98,7 +100,7 @@ def o_proj(
     _, rank, columns = wo_a.data.shape
     low_rank = torch.empty(tokens, groups, rank, dtype=attention.dtype, device=attention.device)
     if tokens:
-        codes, scale = inverse_rope_quant(attention, positions, rope)
+        codes, scale = inverse_rope_quant(attention, positions, rope, shares)
         codes, scale = codes.view(tokens, groups, columns), scale.view(tokens, groups, columns // BLOCK)
         if wo_a.recipe[1] == 1:  # by groups, whose tokens lie side by side
             scale = _packed(scale.transpose(0, 1).contiguous()).transpose(0, 1)

@@ -48,8 +48,15 @@ class OutputProjection:
         """Bytes of the prepared weights."""
         return sum(weight.nbytes for weight in self._weights)
 
-    def __call__(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, attention: torch.Tensor, positions: torch.Tensor, shares: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rotate back and project to `[tokens, hidden_size]`.
+
+        Args:
+            attention: `[tokens, heads, head_dim]`, unpadded.
+            positions: `[tokens]` int64.
+            shares: `[tokens, heads]` fp32 that heads are multiplied with first, with DeepGEMM alone.
 
         Raises:
             DSV4Error: The host kept the output projection's weights to itself.
@@ -59,7 +66,8 @@ class OutputProjection:
                 f"{self._layer.name} was asked for its output projection and was built without wo_a and wo_b;"
                 " pass them with its weights, or project in the host."
             )
+        further = () if shares is None else (shares,)
         projected: torch.Tensor = self._project(
-            attention, positions, self._rope, *self._weights, self._layer.num_groups
+            attention, positions, self._rope, *self._weights, self._layer.num_groups, *further
         )
         return projected

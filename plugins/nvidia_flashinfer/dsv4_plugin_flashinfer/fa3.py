@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -169,6 +170,19 @@ class SharedStep:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A private output: heads, and what they are to be multiplied with.
+
+    Attributes:
+        out: `[tokens, heads, 512]` bf16.
+        shares: `[tokens, heads]` fp32; None where heads are what they are to be.
+    """
+
+    out: torch.Tensor
+    shares: torch.Tensor | None = None
+
+
 class Layer:
     """One layer's scales, sinks and output projection."""
 
@@ -181,6 +195,8 @@ class Layer:
         self._projection = OutputProjection(
             layer, weights, operations_of(plan), deep_gemm=bool(plan.projection_dtype)
         )
+        self._private = plan.output.format == "private"
+        self._fused = self._private and self._projection.product == "deepgemm"
 
     def forward_mqa(
         self,
@@ -209,11 +225,17 @@ class Layer:
                 return_lse_base_on_e=True,
                 **scales,
             )
-        self._finish.apply_sink(out, lse, kind_state.attends, self._sinks if apply_sink else None, kv)
-        return AttentionOutput(out, lse if want_lse else None)
+        sinks, attends = self._sinks if apply_sink else None, kind_state.attends
+        if self._fused and not want_lse:
+            shares = self._finish.sink_shares(lse, attends, sinks, kv)
+            return AttentionOutput(Unfinished(out, shares))
+        self._finish.apply_sink(out, lse, attends, sinks, kv)
+        return AttentionOutput(Unfinished(out) if self._private else out, lse if want_lse else None)
 
-    def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def o_proj(self, attention: torch.Tensor | Unfinished, positions: torch.Tensor) -> torch.Tensor:
         """Rotate back and project to `[tokens, hidden_size]`."""
+        if isinstance(attention, Unfinished):
+            return self._projection(attention.out, positions, attention.shares)
         return self._projection(attention, positions)
 
     def describe(self) -> dict[str, Any]:

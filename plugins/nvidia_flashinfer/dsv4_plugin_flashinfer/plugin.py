@@ -50,6 +50,7 @@ HOST_PLAN = 8 << 20
 MOST_ROWS = 8192
 """Query tokens of one plan of FA3's: it holds 16,384 pieces of work, and divides some tokens."""
 FA3_ARCHITECTURES = ("sm_90",)
+FA3_CAPABILITIES = frozenset({"lse", "needs-host-lengths", "private-output"})
 
 
 @dataclass
@@ -102,7 +103,7 @@ def dsv4_backend_info() -> BackendInfo:
                 *("tensor-parallel", "graph"),
             }
         ),
-        arch_capabilities={arch: frozenset({"lse", "needs-host-lengths"}) for arch in FA3_ARCHITECTURES},
+        arch_capabilities=dict.fromkeys(FA3_ARCHITECTURES, FA3_CAPABILITIES),
     )
 
 
@@ -179,8 +180,14 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptio
     )
     if engine == "fa3":
         plans = -(-limits.max_tokens // MOST_ROWS) * HOST_PLAN
-        sums = 4 * limits.max_tokens * layer.num_heads
-        return replace(common, workspace_bytes=common.workspace_bytes + PLAN_WORKSPACE + plans + sums)
+        sums = 8 * limits.max_tokens * layer.num_heads
+        # Sinks are taken away by what rotates heads back for DeepGEMM, which reads them anyway.
+        private = request.seam == "layer" and request.private_output and not lacking
+        return replace(
+            common,
+            workspace_bytes=common.workspace_bytes + PLAN_WORKSPACE + plans + sums,
+            output=OutputSpec("private" if private else "dense"),
+        )
     heads = next(size for size in HEADS if layer.num_heads <= size)
     fp8 = dsv4_resolve_kv_cache(request).window.name == "fp8_e4m3"
     return replace(

@@ -82,3 +82,7 @@ def test_apply_sink(heads: int, sink: bool) -> None:
     assert float(due[1].abs().max()) == 0
     assert torch.isneginf(due_lse[[1, 3]]).all()
     torch.testing.assert_close(ours, due, rtol=2**-7, atol=1e-6)
+    shares = [own.sink_shares(lse, attends, sinks, 0.0375) for own in (sink_kernel, apply_sink.reference)]
+    torch.testing.assert_close(*shares, rtol=1e-5, atol=1e-9)
+    rebuilt = torch.where(shares[0][..., None] == 0, 0.0, out.float() * shares[0][..., None])
+    torch.testing.assert_close(rebuilt.bfloat16(), due, rtol=2**-7, atol=1e-6)

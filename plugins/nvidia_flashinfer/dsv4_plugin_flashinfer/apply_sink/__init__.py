@@ -1,5 +1,5 @@
 """The sink's share, taken from outputs that were attended without it."""
 
-from dsv4_plugin_flashinfer.apply_sink.reference import apply_sink
+from dsv4_plugin_flashinfer.apply_sink.reference import apply_sink, sink_shares
 
-__all__ = ["apply_sink"]
+__all__ = ["apply_sink", "sink_shares"]

@@ -18,7 +18,20 @@ def apply_sink(
         sinks: `[heads]` fp32, also infinite; None: only the scale.
         scale: Of the values.
     """
-    nothing = (attends == 0)[:, None]
-    lse.masked_fill_(nothing, -torch.inf)
+    lse.masked_fill_((attends == 0)[:, None], -torch.inf)
+    share = sink_shares(lse, attends, sinks, scale)[..., None]
+    out.copy_(torch.where(share == 0, 0.0, out.float() * share))
+
+
+def sink_shares(
+    lse: torch.Tensor, attends: torch.Tensor, sinks: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """What outputs are to be multiplied with, for an operation that reads them anyway.
+
+    Args: as of `apply_sink`; `lse` stays as it is.
+
+    Returns:
+        `[tokens, heads]` fp32; 0 for a query that attends nothing.
+    """
     share = torch.full_like(lse, scale) if sinks is None else scale * torch.sigmoid(lse - sinks)
-    out.copy_(torch.where(nothing[..., None], 0.0, out.float() * share[..., None]))
+    return share.masked_fill((attends == 0)[:, None], 0.0)
