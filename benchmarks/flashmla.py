@@ -56,6 +56,13 @@ SETS = (
         )
         for where in ("gather", "in_place")
     ),
+    *(
+        (
+            *(f"backend={backend}", "model=v4_flash", "bench.kind=[c4a]", "bench.phase=[prefill]"),
+            *("bench.op=[indexer.logits]", "bench.tokens=[512,4096]"),
+        )
+        for backend in ("flashmla", "triton")
+    ),
 )
 
 
