@@ -194,6 +194,25 @@ def layers() -> str:
     )
 
 
+def steps(name: str) -> str:
+    """Layers of decodes behind the plan that they share, by backends of one run."""
+    rows = [
+        row for row in measured(name) if row["op"].endswith(".step") or row["backend"].startswith("peer:")
+    ]
+    return by_tokens(
+        (row for row in rows if row["phase"] == "decode"),
+        ("operation", "kind", "heads", "caches", "backend"),
+        lambda row: (
+            row["op"],
+            row["kind"],
+            row["shape"]["heads"],
+            row["kv_format"],
+            row["backend"],
+        ),
+        lambda row: f"{row['us']:,.1f}",
+    )
+
+
 def kernels() -> str:
     """The core's Triton kernels on an H200, with peers of the same run."""
     rows = measured("triton")
@@ -226,6 +245,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "attention": attention,
     "layers": layers,
+    "flashmla": lambda: steps("flashmla"),
+    "plain": lambda: steps("plain_caches"),
 }
 
 

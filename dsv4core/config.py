@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from dsv4core.api import BackendOptions, ConfigError
 from dsv4core.api.selection import Probe, Seam
-from dsv4core.framework.order import DEFAULT_ORDER, check_order
+from dsv4core.framework.order import DEFAULT_ORDER, check_order, with_defaults_yielding
 from dsv4core.framework.platform import machine_named
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES
 
@@ -76,8 +76,9 @@ class AutoOptions(BackendOptions):
     order: dict[str, list[str]] = key("backends to try, by architecture or platform", _default_order)
 
     def __post_init__(self) -> None:
-        """Refuse an order that would never be looked at."""
+        """Refuse an order that would never be looked at; defaults for some heads yield to one for any."""
         check_order(self.order)
+        self.order = with_defaults_yielding(self.order)
 
 
 @dataclass

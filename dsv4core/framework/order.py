@@ -13,7 +13,12 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
         "cpu": ("reference",),
         # The reference is a hundred times too slow for a GPU: to fall back to it would be a silent failure.
         "cuda": ("triton",),
-        "sm_90": ("flashmla", "flashinfer", "triton"),
+        # By geometric means of decode layers on an H200 (docs/benchmarks.md): of 64 heads flashmla takes 0.94
+        # of triton's time, of 128 heads 0.87, of 32, 16 and 8 heads, which it pads, 1.03, 1.06 and 1.07. On
+        # plain rows flashinfer takes 0.98 of it (bf16) and 1.24 (FP8).
+        "sm_90": ("flashmla", "triton", "flashinfer"),
+        **{f"sm_90_heads_{heads}": ("triton", "flashmla", "flashinfer") for heads in (8, 16, 32)},
+        # Not measured yet: no GPU of these has run any of them.
         "sm_100": ("flashinfer", "flashmla", "triton"),
         "sm_103": ("flashinfer", "triton"),
         "rocm": (),  # the core's kernels compile for AMD's chips, and have run on none
@@ -21,7 +26,7 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
         "gfx950": ("rocm_aiter",),
     }
 )
-"""Names by platform or architecture. A backend enters, or moves up, with measurements of its own."""
+"""Names by platform, or by architecture and perhaps heads. A backend moves up with measurements."""
 
 _KEY = re.compile(r"([a-z]+|sm_\d+|gfx[0-9a-f]+)(_heads_\d+)?")
 
@@ -44,6 +49,20 @@ def check_order(order: Mapping[str, Sequence[str]]) -> None:
             )
         if isinstance(names, str) or not all(isinstance(name, str) and name != "auto" for name in names):
             raise ConfigError(f"backend.order.{key}={names} is no list of backends to try; write [a,b].")
+
+
+def with_defaults_yielding(order: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """An order in which what somebody gave for a machine holds for any number of heads, too.
+
+    Defaults for some heads of it are left out; other orders for heads stay.
+    """
+    usual = {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
+    given = {machine for machine, names in order.items() if list(names) != usual.get(machine)}
+    return {
+        machine: list(names)
+        for machine, names in order.items()
+        if machine in given or machine.partition("_heads_")[0] not in given
+    }
 
 
 def order_of(request: Request, order: Mapping[str, Sequence[str]]) -> Sequence[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4core.api import ConfigError, Request
 from dsv4core.framework.known import KNOWN_BACKENDS
-from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
+from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of, with_defaults_yielding
 from dsv4core.framework.selection import select
 from dsv4core.testing.fakes import altered, install_backend
 
@@ -39,6 +39,19 @@ def test_the_default_order_names_backends_that_exist() -> None:
     assert named <= {"reference", "triton", *KNOWN_BACKENDS}
     gpus = [names for machine, names in DEFAULT_ORDER.items() if machine != "cpu"]
     assert not any("reference" in names for names in gpus)
+
+
+def test_defaults_for_some_heads_yield() -> None:
+    """To an order that was given for the machine, and not to one that was not."""
+    usual = {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
+    assert with_defaults_yielding(usual) == usual
+    changed = {**usual, "sm_90": ["mine"], "sm_90_heads_8": ["narrow"], "cuda": ["other"]}
+    due = {
+        machine: names
+        for machine, names in changed.items()
+        if machine not in ("sm_90_heads_16", "sm_90_heads_32")
+    }
+    assert with_defaults_yielding(changed) == due
 
 
 @pytest.mark.parametrize("machine", ["sm90", "sm_90a", "SM_90", "sm_90_heads_", "sm_90_16", "heads_16", ""])

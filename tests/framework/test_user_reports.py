@@ -119,7 +119,10 @@ def test_a03_an_unsupported_machine_is_refused_before_anything_is_built(
 ORDERS = {
     "cpu": ("reference",),
     "cuda": ("triton",),
-    "sm_90": ("flashmla", "flashinfer", "triton"),
+    "sm_90": ("flashmla", "triton", "flashinfer"),
+    "sm_90_heads_8": ("triton", "flashmla", "flashinfer"),
+    "sm_90_heads_16": ("triton", "flashmla", "flashinfer"),
+    "sm_90_heads_32": ("triton", "flashmla", "flashinfer"),
     "sm_100": ("flashinfer", "flashmla", "triton"),
     "sm_103": ("flashinfer", "triton"),
     "rocm": (),

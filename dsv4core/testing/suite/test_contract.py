@@ -84,7 +84,7 @@ print(" ".join(sys.modules))
 @check("L0", core=True)
 def test_info(dsv4: Subject) -> None:
     """The same each time, plain data, options with defaults."""
-    info = dsv4.info
+    info = dsv4.backend.info
     assert answer(dsv4.backend, "dsv4_backend_info", type(info)) == info
     assert pickle.loads(pickle.dumps(info)) == info
     assert "\n" not in info.summary

@@ -24,6 +24,8 @@ NEEDED = (
     *("sparse_topk_lens", "seq_lens", "out", "bmm1_scale", "bmm2_scale", "sinks", "kv_layout"),
     *("cum_seq_lens_q", "max_q_len", "backend"),
 )
+TOOLKIT = Path("/usr/local/cuda")
+"""Where CUDA's compiler usually is."""
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 NEEDED_OF_WRAPPER = {
     "__init__": ("float_workspace_buffer", "backend"),
@@ -72,7 +74,7 @@ def _compiler_reasons(arch: str) -> Iterator[Reason]:
     """FA3 is compiled at its first use, unless a package has it."""
     if find_spec("flashinfer_jit_cache") is not None:
         return
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     nvcc = shutil.which("nvcc") or any(home and (Path(home) / "bin" / "nvcc").is_file() for home in homes)
     tools = {"nvcc": nvcc, "ninja": shutil.which("ninja")}
     if lacking := [name for name, found in tools.items() if not found]:
