@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from dsv4core.api import BackendOptions, ConfigError
 from dsv4core.api.selection import Probe, Seam
-from dsv4core.framework.order import DEFAULT_ORDER, check_order, with_defaults_yielding
+from dsv4core.framework.order import check_order
 from dsv4core.framework.platform import machine_named
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES
 
@@ -57,28 +57,24 @@ def settable(config: DSV4Config) -> dict[str, Field[Any]]:
     return {name: own for name, own, _ in leaves(config) if name not in ("backend.name", "model.name")}
 
 
-def _default_order() -> dict[str, list[str]]:
-    return {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
-
-
 @dataclass
 class AutoOptions(BackendOptions):
     """Options of `backend=auto`: it takes the first backend of an order that can run the request.
 
     Attributes:
         order: Names to try by machine; of `sm_90_heads_16`, `sm_90`, `cuda_heads_16` and `cuda`, the first.
+            What is not given is as `dsv4core.framework.order.DEFAULT_ORDER` has it.
 
     Raises:
         ConfigError: A key names no machine.
     """
 
     name: str = "auto"
-    order: dict[str, list[str]] = key("backends to try, by architecture or platform", _default_order)
+    order: dict[str, list[str]] = key("backends to try, by architecture or platform", dict)
 
     def __post_init__(self) -> None:
-        """Refuse an order that would never be looked at; defaults for some heads yield to one for any."""
+        """Refuse an order that would never be looked at."""
         check_order(self.order)
-        self.order = with_defaults_yielding(self.order)
 
 
 @dataclass

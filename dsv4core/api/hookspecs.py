@@ -220,8 +220,8 @@ def dsv4_forward_mqa(
 
     Args:
         q: `[tokens, padded_q_heads, head_dim]` of `LayerPlan.q_dtype`, normalised and rotated.
-        selected: `[tokens, k]` int32 request-local entry numbers, -1 at the tail; None where the kind
-            attends all entries or none.
+        selected: `[tokens, k]` int32 request-local entry numbers: as many as the query sees, at most `k`,
+            then -1. None where the kind attends all entries or none.
         positions: `[tokens]` int64.
         out: A buffer of the planned shape that may be filled, or None. A backend may return its own instead.
         want_lse: Whether `AttentionOutput.lse` is wanted.

@@ -19,6 +19,9 @@ Seam = Literal["layer", "kernel"]
 Probe = Literal["static", "host"]
 Verdict = Literal["chosen", "rejected", "could-run", "not-reached"]
 
+ARCH_PATTERNS: Mapping[str, str] = MappingProxyType({"cpu": r"", "cuda": r"sm_\d+", "rocm": r"gfx[0-9a-f]+"})
+"""How architectures of a platform are written; those of other platforms are anybody's."""
+
 REASON_CODES: Mapping[str, str] = MappingProxyType(
     {
         "platform": "the backend has no kernels for this platform",
@@ -154,7 +157,7 @@ class BackendInfo:
     summary: str
     requirements: tuple[Requirement, ...] = ()
     capabilities: frozenset[str] = field(default_factory=frozenset)
-    arch_capabilities: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    arch_capabilities: Mapping[str, frozenset[str]] = field(default_factory=dict, hash=False)
 
     def on(self, arch: str) -> BackendInfo:
         """The same with its capabilities on an architecture."""
@@ -166,6 +169,14 @@ class BackendInfo:
             # A string is a collection too, and `"cuda" in "cuda"` would pass for a while.
             if not isinstance(getattr(self, name), (tuple, frozenset)):
                 raise ValueError(f"{name}={getattr(self, name)!r} cannot be; give a tuple or a frozenset.")
+        for arch, further in self.arch_capabilities.items():
+            if not isinstance(further, frozenset) or not any(
+                re.fullmatch(pattern, arch) for pattern in ARCH_PATTERNS.values()
+            ):
+                raise ValueError(
+                    f"arch_capabilities={dict(self.arch_capabilities)!r} cannot be; give frozensets by names "
+                    "such as sm_90 and gfx942."
+                )
         unknown = sorted(self.capabilities.union(*self.arch_capabilities.values()) - set(CAPABILITIES))
         if unknown:
             known = ", ".join(sorted(CAPABILITIES))
@@ -256,7 +267,7 @@ class Request:
         for name in ("num_heads", "decode_query_len", "tensor_parallel", "context_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; the least is 1.")
-        pattern = {"cpu": r"", "cuda": r"sm_\d+", "rocm": r"gfx[0-9a-f]+"}.get(self.platform)
+        pattern = ARCH_PATTERNS.get(self.platform)
         if pattern is not None and not re.fullmatch(pattern, self.arch):
             raise ConfigError(
                 f"arch={self.arch!r} is no architecture of platform={self.platform}; write sm_90 for cuda, "

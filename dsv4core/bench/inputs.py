@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,8 +32,8 @@ MOST_TURNS = {"cuda": 2048, "cpu": 8}
 """By device: a graph holds a round of turns, and a CPU computes much longer than it reads."""
 ROWS = 4096
 """Different rows that fill a pool."""
-SPARE_PAGES = 64
-"""Pages of a pool that no table names, by whose number other layers' pools begin later."""
+LAYERS, SPARE_BYTES = 64, 1 << 17
+"""Pools of so many layers begin so many bytes apart; as many pages at their end are in no table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +86,19 @@ class Inputs:
             device,
         )
 
-    def turns(self, operation: str) -> list[Turn]:
+    def turns(self, operation: str, calls: int = 1) -> list[Turn]:
         """So many turns that a round of the operation moves twice the bytes that the device's cache holds.
 
         There are fewer where that takes more than a graph should hold or memory allows, and at least 2.
+
+        Args:
+            operation: What is measured.
+            calls: Of the operation in each turn; with several of them one turn may do.
         """
         most = MOST_TURNS.get(self.device.type, MOST_TURNS["cpu"])
         touched = max(self._costs[operation].bytes, 1)
         wanted = max(2, min(most, -(-2 * self._cache // touched)))
+        wanted = -(-wanted // calls)
         while len(self._turns) < wanted and (len(self._turns) < 2 or self._has_room()):
             self._turns.append(self._turn())
         return self._turns[:wanted]
@@ -111,12 +116,29 @@ class Inputs:
             for weights in self.weights(count)
         ]
 
-    def shifted(self, pages: int) -> LayerCaches:
-        """The same pools without their first pages: at the same slots, rows of another layer."""
-        pages %= SPARE_PAGES
-        pools = {field.name: getattr(self.caches, field.name) for field in fields(self.caches)}
+    def shifted(self, layer: int) -> LayerCaches:
+        """The same pools from some page on: at the same slots, rows of another layer.
+
+        Of all pools about as many bytes are left out, so that they lie from each other as those of the first
+        layer do, where their pages allow it.
+        """
+
+        caches = self.caches
+
+        def later(cache: KVCache | None, like: KVCache | None) -> KVCache | None:
+            """From the page on that the pool with the same table leaves out."""
+            if cache is None or like is None:
+                return None
+            return replace(cache, pool=cache.pool[layer % LAYERS * SPARE_BYTES // like.page_stride_bytes :])
+
+        window = later(caches.window, caches.window)
+        assert window is not None
         return LayerCaches(
-            **{name: pool and replace(pool, pool=pool.pool[pages:]) for name, pool in pools.items()}
+            window,
+            later(caches.compressed, caches.compressed),
+            later(caches.index, caches.compressed),
+            later(caches.state, caches.state),
+            later(caches.index_state, caches.state),
         )
 
     def _has_room(self) -> bool:
@@ -156,7 +178,7 @@ class Inputs:
         """
         step = len(self.workload.query) * max(self.workload.total) * format.bytes_per_token
         wanted = max(8 * self._cache, min(step // (self.workload.kind.ratio or 1), 1 << 32))
-        pages = pages or max(wanted // format.page_bytes(rows), 64) + SPARE_PAGES
+        pages = pages or max(wanted // format.page_bytes(rows), 64) + _spare(format.page_bytes(rows))
         cache = allocate_cache(format, pages, rows, self.device)
         width = sum(part.width for part in format.parts if part.name != "scale")
         first = min(pages, -(-ROWS // rows))
@@ -244,10 +266,16 @@ class Inputs:
     ) -> CacheTable:
         """Random pages for everything, and the slots of the rows with these numbers, -1 for none."""
         columns = -(-max(self.workload.total) // page_tokens)
-        table = self._pages(cache.num_pages - SPARE_PAGES, len(self.workload.query), columns)
+        table = self._pages(
+            cache.num_pages - _spare(cache.page_stride_bytes), len(self.workload.query), columns
+        )
         known = numbers.clamp_min(0)
         slots = table[requests, known // rows].long() * rows + known % rows
         return CacheTable(table, torch.where(numbers < 0, -1, slots), rows)
+
+
+def _spare(page_bytes: int) -> int:
+    return LAYERS * SPARE_BYTES // page_bytes + 1
 
 
 def random_weights(spec: LayerSpec, rope: torch.Tensor, device: torch.device) -> LayerWeights:

@@ -66,7 +66,7 @@ def _attend(layer: BoundLayer, turn: Turn, caches: LayerCaches) -> AttentionOutp
 
 def _step(operation: str, one: Callable[[int, Turn], Call], inputs: Inputs) -> list[Call]:
     """The plan of a step and all layers of the kind behind it: each call is a layer, the first one plans."""
-    count, turns = inputs.workload.layers, inputs.turns(operation)
+    count = inputs.workload.layers
 
     def planned(turn: Turn, call: Call) -> Call:
         def run() -> object:
@@ -76,7 +76,7 @@ def _step(operation: str, one: Callable[[int, Turn], Call], inputs: Inputs) -> l
         return run
 
     calls = []
-    for turn in turns[: -(-len(turns) // count)]:
+    for turn in inputs.turns(operation, count):
         first, *others = (one(number, turn) for number in range(count))
         calls += [planned(turn, first), *others]
     return calls

@@ -13,9 +13,10 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
         "cpu": ("reference",),
         # The reference is a hundred times too slow for a GPU: to fall back to it would be a silent failure.
         "cuda": ("triton",),
-        # By geometric means of decode layers on an H200 (docs/benchmarks.md): of 64 heads flashmla takes 0.94
-        # of triton's time, of 128 heads 0.87, of 32, 16 and 8 heads, which it pads, 1.03, 1.06 and 1.07. On
-        # plain rows flashinfer takes 0.98 of it (bf16) and 1.24 (FP8).
+        # By geometric means of C4A and C128A decode layers of 1 and 64 tokens on an H200 (docs/benchmarks.md)
+        # flashmla takes 0.87 of triton's time with 128 heads, 0.99 with 64 (0.75 at 256 tokens), and with 32,
+        # 16 and 8 heads, which it pads, 1.03, 1.06 and 1.07. On plain rows flashinfer takes 1.22 (FP8), and
+        # 0.98 (bf16), behind minutes of compilation.
         "sm_90": ("flashmla", "triton", "flashinfer"),
         **{f"sm_90_heads_{heads}": ("triton", "flashmla", "flashinfer") for heads in (8, 16, 32)},
         # Not measured yet: no GPU of these has run any of them.
@@ -51,22 +52,11 @@ def check_order(order: Mapping[str, Sequence[str]]) -> None:
             raise ConfigError(f"backend.order.{key}={names} is no list of backends to try; write [a,b].")
 
 
-def with_defaults_yielding(order: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """An order in which what somebody gave for a machine holds for any number of heads, too.
+def order_of(request: Request, *orders: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """The names to try, by the first order that has any for the request's machine.
 
-    Defaults for some heads of it are left out; other orders for heads stay.
+    Within an order those for its architecture, else its platform; for its heads, else for any number.
     """
-    usual = {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
-    given = {machine for machine, names in order.items() if list(names) != usual.get(machine)}
-    return {
-        machine: list(names)
-        for machine, names in order.items()
-        if machine in given or machine.partition("_heads_")[0] not in given
-    }
-
-
-def order_of(request: Request, order: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """The names to try: those for its architecture, else its platform; for its heads, else for any number."""
     heads = f"_heads_{request.num_heads}"
     machines = (request.arch + heads, request.arch, request.platform + heads, request.platform)
-    return next((order[machine] for machine in machines if machine in order), ())
+    return next((order[machine] for order in orders for machine in machines if machine in order), ())

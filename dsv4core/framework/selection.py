@@ -76,7 +76,7 @@ def select(
     request: Request,
     backend: str = "auto",
     options: BackendOptions | None = None,
-    order: Mapping[str, Sequence[str]] = DEFAULT_ORDER,
+    order: Mapping[str, Sequence[str]] = MappingProxyType({}),
     disable: Iterable[str] = (),
 ) -> Selection:
     """Choose the backend that runs `request`.
@@ -85,7 +85,7 @@ def select(
         request: What is asked.
         backend: A name: that backend or an error. `auto`: the first of the order that can run the request.
         options: Options of the named backend; None is its defaults.
-        order: For `auto`: names by architecture or platform; see `DEFAULT_ORDER`.
+        order: For `auto`: names by architecture or platform; `DEFAULT_ORDER` for machines that it has not.
         disable: Backends and distributions that are not loaded, besides those of `DSV4_DISABLE`.
 
     Raises:
@@ -102,7 +102,7 @@ def select(
     if options is not None:
         raise ConfigError("Options belong to a named backend, and backend=auto names none; name it.")
     check_order(order)
-    return _select_first(request, order_of(request, order), records)
+    return _select_first(request, order_of(request, order, DEFAULT_ORDER), records)
 
 
 def _select_named(

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from dsv4core.api import BackendUnavailable, ConfigError, DSV4Error, PluginError
 from dsv4core.config import AutoOptions, DSV4Config, ModelOptions, read_prompt
-from dsv4core.framework.order import DEFAULT_ORDER
 from dsv4core.hydra import _INITIALIZE, chosen_backend, compose, register_configs
 from dsv4core.model.shapes import PRESETS
 from dsv4core.presets import CONF
@@ -36,8 +35,8 @@ ORDERS = ["backend.order.cuda=[flashmla,hopper]", "backend.order.sm_90=[hopper]"
 def test_auto_order(folder: Path) -> None:
     options = compose(ORDERS).backend
     assert isinstance(options, AutoOptions)
-    usual = {key: list(names) for key, names in DEFAULT_ORDER.items() if "sm_90" not in key}
-    assert options.order == {**usual, "cuda": ["flashmla", "hopper"], "sm_90": ["hopper"], "sm_120": ["a"]}
+    assert options.order == {"cuda": ["flashmla", "hopper"], "sm_90": ["hopper"], "sm_120": ["a"]}
+    assert compose().backend.order == {}
 
 
 def test_a_broken_backend_does_not_disturb_others(folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4core.api import ConfigError, Request
 from dsv4core.framework.known import KNOWN_BACKENDS
-from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of, with_defaults_yielding
+from dsv4core.framework.order import DEFAULT_ORDER, check_order, order_of
 from dsv4core.framework.selection import select
 from dsv4core.testing.fakes import altered, install_backend
 
@@ -41,17 +41,15 @@ def test_the_default_order_names_backends_that_exist() -> None:
     assert not any("reference" in names for names in gpus)
 
 
-def test_defaults_for_some_heads_yield() -> None:
-    """To an order that was given for the machine, and not to one that was not."""
-    usual = {machine: list(names) for machine, names in DEFAULT_ORDER.items()}
-    assert with_defaults_yielding(usual) == usual
-    changed = {**usual, "sm_90": ["mine"], "sm_90_heads_8": ["narrow"], "cuda": ["other"]}
-    due = {
-        machine: names
-        for machine, names in changed.items()
-        if machine not in ("sm_90_heads_16", "sm_90_heads_32")
-    }
-    assert with_defaults_yielding(changed) == due
+def test_a_default_yields_to_whatever_is_given(request_: Request) -> None:
+    """An order for a machine also to defaults for some of its heads; others are as they were."""
+    request = replace(request_, platform="cuda", arch="sm_90", num_heads=16)
+    given = {"sm_90": ["mine"], "sm_80": []}
+    assert order_of(request, given, DEFAULT_ORDER) == ["mine"]
+    assert order_of(replace(request, arch="sm_80"), given, DEFAULT_ORDER) == []
+    assert order_of(replace(request, arch="sm_100"), given, DEFAULT_ORDER) == DEFAULT_ORDER["sm_100"]
+    assert order_of(request, {}, DEFAULT_ORDER) == DEFAULT_ORDER["sm_90_heads_16"]
+    assert order_of(replace(request, num_heads=64), {}, DEFAULT_ORDER) == DEFAULT_ORDER["sm_90"]
 
 
 @pytest.mark.parametrize("machine", ["sm90", "sm_90a", "SM_90", "sm_90_heads_", "sm_90_16", "heads_16", ""])

@@ -65,7 +65,7 @@ def wrapper_alone(inputs: Inputs) -> Measured:
 
     layout = cache_layout(inputs.spec.model, "bf16", "bf16")
     calls = [one(turn, *own) for turn, own in zip(turns, listed, strict=True)]
-    return Measured("forward_mqa", calls, layout)
+    return Measured("forward_mqa.step", calls, layout)
 
 
 def _by_wrapper(inputs: Inputs) -> list[Call]:

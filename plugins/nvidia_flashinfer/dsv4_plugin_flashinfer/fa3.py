@@ -16,6 +16,7 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from dsv4_plugin_flashinfer import apply_sink, library, row_numbers
+from dsv4_plugin_flashinfer.compress.prepared import Compressors
 from dsv4_plugin_flashinfer.plugin import MOST_ROWS, PLAN_WORKSPACE, WINDOW
 from dsv4_plugin_flashinfer.row_numbers import Place
 from dsv4core import libraries, ops
@@ -31,20 +32,12 @@ from dsv4core.api import (
     Step,
 )
 from dsv4core.api.kvcache import KVCacheFormat
+from dsv4core.attention import core_operations
 from dsv4core.ops.o_proj.prepared import OutputProjection
 
 UNITS = (16, 512)
 """Bytes that rows may be apart by: at least what the kernel loads at once; at most what all rows are apart by
 whose pools torch allocates, so that int32 numbers reach as far as possible."""
-
-
-def operations_of(plan: LayerPlan) -> Any:
-    """The core's operations: kernels, or the definitions where there is no GPU."""
-    if plan.core_ops == "torch":
-        return ops
-    from dsv4core.ops import triton
-
-    return triton
 
 
 def own_operations(plan: LayerPlan) -> tuple[ModuleType, ModuleType]:
@@ -78,11 +71,16 @@ class SharedStep:
         self._workspace = torch.empty(PLAN_WORKSPACE, dtype=torch.uint8, device=device)
         self._wrappers: list[BatchMLAPagedAttentionWrapper] = []
         self._copied: torch.cuda.Event | None = None
-        self._tables: list[torch.Tensor] = []  # graphs hold on to smaller ones
+        self._buffer = torch.zeros(0, dtype=torch.int32, device=device)
+        if request.graph:
+            size = request.limits.max_tokens * (WINDOW + self._attended(request.limits.max_model_len))
+            self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._prepared = -1
         self._planned = torch.zeros(1, dtype=torch.int32, device=device)
         self.attends: torch.Tensor
         self._places: tuple[Place, Place] | None = None
         self._made: tuple[tuple[Place, Place], bool] | None = None
+        self._planned_captured = False
 
     def prepare(self, step: Step) -> None:
         """Divide the work of a step; this waits until the division of the last one has been copied."""
@@ -92,35 +90,49 @@ class SharedStep:
         width = table.shape[1]
         counts = self._counts(step, width - WINDOW)
         self._planned.fill_(step.num_tokens)  # a graph may have room for more of them
-        for wrapper, tokens in zip(self._enough(step), _turns(step.num_tokens), strict=False):
-            own = torch.arange(tokens.stop - tokens.start + 1, dtype=torch.int32)
+        turns = _turns(step.num_tokens)
+        while len(self._wrappers) < len(turns):
+            self._wrappers.append(BatchMLAPagedAttentionWrapper(self._workspace, backend="fa3"))
+        # A graph may have more turns than this step: those get one query, which attends nothing.
+        nothing = torch.zeros(1, dtype=torch.int32)
+        for number, wrapper in enumerate(self._wrappers):
+            numbers, own, apart = self._buffer[:1], nothing, 0
+            if number < len(turns):
+                numbers, own, apart = table[turns[number]].flatten(), counts[turns[number]], width
+            starts = torch.arange(len(own) + 1, dtype=torch.int32)
             wrapper.plan(
-                *(own, own * width, table[tokens].flatten(), counts[tokens]),
+                *(starts, starts * apart, numbers, own),
                 *(self._request.num_heads, self._request.model.head_dim, 0, 1, False),
                 *(self._request.model.softmax_scale, torch.bfloat16, self._dtype),
             )
+        self._prepared = step.num_tokens
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def plan(self, step: Step) -> None:
-        """The step's table where layers choose nothing, for pools that lie as those of the last layer."""
-        self._made = None
+        """The step's table where layers choose nothing, for pools that lie as those of the first layer."""
+        self._made, self._planned_captured = None, self._captures()
         if self.kind.select != "top_k" and self._places is not None:
             self._make(None, step, self._places)
-            self._made = self._places, self._captures()
+            self._made = self._places, self._planned_captured
 
     def runs(
         self, caches: LayerCaches, selected: torch.Tensor | None, step: Step
     ) -> Iterator[tuple[slice, BatchMLAPagedAttentionWrapper, torch.Tensor]]:
         """Query tokens, who attends them, and the rows that its numbers count, `[1, 1, 512]` for the first.
 
-        The table is the step's where its plan made it behind which this runs, captured or not like this.
+        The table is that of the plan, or of the layer before this one, where pools lie alike and both are
+        captured like this, or are not.
         """
         rows, places = _one_space(caches)
-        if selected is not None or self._made != (places, self._captures()):
+        captured = self._captures()
+        assert self._prepared >= 0, "A step was planned that dsv4_prepare_step has not seen."
+        if selected is not None or self._made != (places, captured):
             self._make(selected, step, places)
-            self._places, self._made = self._places or places, None
+            self._places = self._places or places
+            shared = selected is None and captured == self._planned_captured
+            self._made = (places, captured) if shared else None
         for wrapper, tokens in zip(self._wrappers, _turns(step.num_tokens), strict=False):
             yield tokens, wrapper, rows
 
@@ -143,28 +155,21 @@ class SharedStep:
         window, *entries = ops.query_lengths(positions, WINDOW, self.kind.ratio, most)
         return window + entries[1] if entries else window
 
-    def _most_entries(self, step: Step) -> int:
-        """Entries that a query attends at most: of this step, where no graph has to last."""
-        assert step.host_lengths is not None
-        longest = max(step.host_lengths.total, default=0)
-        visible = self.kind.visible_entries(step.limits.max_model_len if self._request.graph else longest)
+    def _attended(self, longest: int) -> int:
+        """Entries that a query of so long a context attends at most."""
+        visible = self.kind.visible_entries(longest)
         return min(visible, self._request.model.index_topk) if self.kind.select == "top_k" else visible
 
     def _table(self, step: Step) -> torch.Tensor:
-        """`[tokens, width]` int32: numbers of rows, in the largest buffer that there has been."""
-        width = WINDOW + self._most_entries(step)
+        """`[tokens, width]` int32: numbers of rows; as wide in all steps where graphs have to last."""
+        assert step.host_lengths is not None
+        graph = self._request.graph
+        longest = step.limits.max_model_len if graph else max(step.host_lengths.total, default=0)
+        width = WINDOW + self._attended(longest)
         count = step.num_tokens * width
-        if not self._tables or self._tables[-1].numel() < count:
-            if not self._request.graph:
-                self._tables.clear()
-            self._tables.append(torch.zeros(count, dtype=torch.int32, device=self._device))
-        return self._tables[-1][:count].view(step.num_tokens, width)
-
-    def _enough(self, step: Step) -> list[BatchMLAPagedAttentionWrapper]:
-        """One wrapper for each of a step's turns."""
-        while len(self._wrappers) < len(_turns(step.num_tokens)):
-            self._wrappers.append(BatchMLAPagedAttentionWrapper(self._workspace, backend="fa3"))
-        return self._wrappers
+        if len(self._buffer) < max(count, 1):
+            self._buffer = torch.zeros(max(count, 1), dtype=torch.int32, device=self._device)
+        return self._buffer[:count].view(step.num_tokens, width)
 
     def _captures(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -193,8 +198,11 @@ class Layer:
         self._sinks = weights["attn_sink"].data.float()
         _, self._finish = own_operations(plan)
         self._projection = OutputProjection(
-            layer, weights, operations_of(plan), deep_gemm=bool(plan.projection_dtype)
+            layer, weights, core_operations(plan), deep_gemm=bool(plan.projection_dtype)
         )
+        self.compressors = None
+        if "compress" in plan.own_ops:
+            self.compressors = Compressors(layer, weights, core_operations(plan), device)
         self._private = plan.output.format == "private"
         self._fused = self._private and self._projection.product == "deepgemm"
 

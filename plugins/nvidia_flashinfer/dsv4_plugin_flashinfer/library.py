@@ -18,6 +18,7 @@ from dsv4core.libraries import installed
 DISTRIBUTION, VERSIONS = "flashinfer-python", ">=0.6.18,<0.8"
 INSTALL = f"pip install '{DISTRIBUTION}{VERSIONS}'"
 REQUIREMENT = Requirement("flashinfer", DISTRIBUTION, INSTALL, VERSIONS)
+CUTE, CUTE_VERSIONS = "nvidia-cutlass-dsl", ">=4.3.5,<5"
 DECODE = "trtllm_batch_decode_sparse_mla_dsv4"
 NEEDED = (
     *("query", "swa_kv_cache", "workspace_buffer", "sparse_indices", "compressed_kv_cache"),
@@ -38,6 +39,8 @@ NEEDED_OF_WRAPPER = {
         *("ckv_scale", "kpe_scale"),
     ),
 }
+SCALE = "_sm_scale"
+"""The attribute in which the wrapper keeps the scale of scores: a layer's is set there."""
 OFFSETS = "sparse_indices_are_storage_offsets"
 """The parameter by which indices count rows of a pool's memory, padding of pages included."""
 FETCH = "flashinfer download-cubin"
@@ -71,9 +74,7 @@ def reasons(probe: Probe, arch: str, engine: str, strided: bool) -> Iterator[Rea
 
 
 def _compiler_reasons(arch: str) -> Iterator[Reason]:
-    """FA3 is compiled at its first use, unless a package has it."""
-    if find_spec("flashinfer_jit_cache") is not None:
-        return
+    """FA3 is compiled at its first use: flashinfer-jit-cache has it for keys in two parts alone."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     nvcc = shutil.which("nvcc") or any(home and (Path(home) / "bin" / "nvcc").is_file() for home in homes)
     tools = {"nvcc": nvcc, "ninja": shutil.which("ninja")}
@@ -81,8 +82,22 @@ def _compiler_reasons(arch: str) -> Iterator[Reason]:
         text = (
             f"FlashInfer compiles its kernels for {arch} at their first use, without {' or '.join(lacking)}."
         )
-        fix = "Install CUDA's compiler and `pip install ninja`, or flashinfer-jit-cache of the same version."
+        fix = "Install CUDA's compiler, run `pip install ninja`, or set CUDA_HOME to where nvcc is."
         yield Reason("artifact-missing", text, fix)
+
+
+def cute_reasons(probe: Probe, platform: str) -> Iterator[Reason]:
+    """Why the backend's own kernels cannot be compiled."""
+    if platform != "cuda":
+        text = f"backend.compressor=cute is for NVIDIA's GPUs, and this is {platform}."
+        yield Reason("option", text, "Set backend.compressor=core.")
+    elif probe == "host" and installed(CUTE) is None:
+        text = f"backend.compressor=cute needs {CUTE}, which is not installed."
+        yield Reason(
+            "package-missing",
+            text,
+            f"Run `pip install '{CUTE}{CUTE_VERSIONS}'`, or set backend.compressor=core.",
+        )
 
 
 def missing_parameters(module: ModuleType) -> list[str]:
@@ -96,7 +111,10 @@ def missing_of_wrapper(module: ModuleType) -> list[str]:
     if wrapper is None:
         return [WRAPPER]
     own = ((getattr(wrapper, name, None), name, needed) for name, needed in NEEDED_OF_WRAPPER.items())
-    return [text for one in own for text in _missing(*one)]
+    lacking = [text for one in own for text in _missing(*one)]
+    if not lacking and SCALE not in inspect.unwrap(wrapper.run).__code__.co_names:
+        lacking = [f"{SCALE} of {WRAPPER}"]
+    return lacking
 
 
 def _missing(function: Callable[..., object] | None, name: str, needed: Sequence[str]) -> list[str]:

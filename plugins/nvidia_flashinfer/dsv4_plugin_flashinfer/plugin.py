@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4_plugin_flashinfer import library
 from dsv4core import libraries
@@ -45,12 +45,12 @@ WORKSPACE = 128 << 20
 """Bytes of TRTLLM-gen's workspace, as FlashInfer recommends."""
 PLAN_WORKSPACE = 32 << 20
 """Bytes of FA3's: two tiles of 64 heads and 1,028 bytes for each of 132 processors are 17.4 million."""
-HOST_PLAN = 8 << 20
-"""Bytes that FlashInfer takes for a plan."""
+PLAN_BYTES = 8 << 20
+"""That FlashInfer takes for a plan, on the device and as many on the host."""
 MOST_ROWS = 8192
 """Query tokens of one plan of FA3's: it holds 16,384 pieces of work, and divides some tokens."""
 FA3_ARCHITECTURES = ("sm_90",)
-FA3_CAPABILITIES = frozenset({"lse", "needs-host-lengths", "private-output"})
+FA3_CAPABILITIES = frozenset({"lse", "defer-sink", "needs-host-lengths", "private-output"})
 
 
 @dataclass
@@ -58,11 +58,13 @@ class FlashInferOptions(BackendOptions):
     """Options of the backend.
 
     Attributes:
-        launch: Whether decodes and prefills of a step are attended in two launches, or in one: its grid is
-            as wide as the longest query for all of them.
+        launch: Whether TRTLLM-gen attends decodes and prefills of a step in two launches, or in one: its
+            grid is as wide as the longest query for all of them.
+        compressor: Whether entries are made by the core's kernels, or by the backend's in CuTe DSL, which
+            need nvidia-cutlass-dsl. `auto` is the core's: nobody has measured the others yet.
 
     Raises:
-        ConfigError: `launch` is neither.
+        ConfigError: `launch` or `compressor` is none of them.
     """
 
     name: str = "flashinfer"
@@ -70,11 +72,17 @@ class FlashInferOptions(BackendOptions):
         default="split",
         metadata={"help": "launches of decodes and prefills", "choices": ("split", "single")},
     )
+    compressor: str = field(
+        default="auto",
+        metadata={"help": "kernels that compress", "choices": ("auto", "core", "cute")},
+    )
 
     def __post_init__(self) -> None:
         """Refuse what would be taken for the default."""
         if self.launch not in ("split", "single"):
             raise ConfigError(f"backend.launch={self.launch} is not known; write split or single.")
+        if self.compressor not in ("auto", "core", "cute"):
+            raise ConfigError(f"backend.compressor={self.compressor} is not known; write auto, core or cute.")
 
 
 @dataclass(frozen=True)
@@ -113,12 +121,14 @@ def engine_of(request: Request) -> str:
 
 
 @hookimpl
-def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
-    """Other architectures, sizes, activations, contexts over ranks; a FlashInfer that does not fit."""
-    return list(_reasons(request))
+def dsv4_unsupported_reasons(request: Request, options: FlashInferOptions) -> Sequence[Reason]:
+    """Other architectures, sizes, activations, contexts over ranks; libraries that do not fit."""
+    return list(_reasons(request, options))
 
 
-def _reasons(request: Request) -> Iterator[Reason]:
+def _reasons(request: Request, options: FlashInferOptions) -> Iterator[Reason]:
+    if options.compressor == "cute":
+        yield from library.cute_reasons(request.probe, request.platform)
     if request.platform == "cuda" and request.arch in ("sm_120", "sm_121"):
         text = f"FlashInfer's kernels for {request.arch} read packed rows, and this backend has plain ones."
         yield Reason("arch", text, "Use backend=triton.")
@@ -135,7 +145,7 @@ def _reasons(request: Request) -> Iterator[Reason]:
             f"{WINDOW} and 512."
         )
         yield Reason("model", text, "Use backend=triton.")
-    if request.num_heads > HEADS[-1]:
+    if request.num_heads > HEADS[-1] and engine_of(request) != "fa3":
         text = f"{request.num_heads} query heads a rank, and its kernels have {HEADS[-1]} at most."
         yield Reason("q-heads", text, "Raise tensor_parallel.")
     if request.dtype != "bfloat16":
@@ -167,7 +177,9 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptio
     entries = layer.kind.visible_entries(limits.max_model_len)
     attended = min(model.index_topk, entries) if layer.kind.select == "top_k" else entries
     tables = 4 * limits.max_tokens * (2 * (WINDOW + attended) + 64)
+    cute = options.compressor == "cute" and layer.kind.ratio is not None and request.seam == "layer"
     common = Plan(
+        own_ops=frozenset({"compress"} if cute else ()),
         engine=engine,
         prepares=engine == "fa3",
         padded_q_heads=layer.num_heads,
@@ -179,7 +191,7 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: FlashInferOptio
         branches=True,
     )
     if engine == "fa3":
-        plans = -(-limits.max_tokens // MOST_ROWS) * HOST_PLAN
+        plans = -(-limits.max_tokens // MOST_ROWS) * PLAN_BYTES
         sums = 8 * limits.max_tokens * layer.num_heads
         # Sinks are taken away by what rotates heads back for DeepGEMM, which reads them anyway.
         private = request.seam == "layer" and request.private_output and not lacking
@@ -238,6 +250,19 @@ def dsv4_prepare_step(kind_state: fa3.SharedStep, step: Step) -> None:
 def dsv4_plan_step(kind_state: fa3.SharedStep | trtllm.SharedStep, step: Step) -> None:
     """Tables that layers share."""
     kind_state.plan(step)
+
+
+@hookimpl
+def dsv4_compress(
+    state: fa3.Layer | trtllm.Layer,
+    projected: torch.Tensor,
+    caches: LayerCaches,
+    step: Step,
+    target: Literal["compressed", "index"],
+) -> None:
+    """Entries and states, by the backend's kernels."""
+    assert state.compressors is not None  # or the plan would leave it to the core
+    state.compressors(projected, caches, step, target)
 
 
 @hookimpl

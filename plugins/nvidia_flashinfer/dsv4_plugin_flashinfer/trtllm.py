@@ -11,8 +11,9 @@ import flashinfer.mla
 import torch
 
 from dsv4_plugin_flashinfer import library
+from dsv4_plugin_flashinfer.compress.prepared import Compressors
 from dsv4_plugin_flashinfer.plugin import WORKSPACE
-from dsv4core import libraries, ops
+from dsv4core import libraries
 from dsv4core.api import (
     AttentionOutput,
     ConfigError,
@@ -24,20 +25,12 @@ from dsv4core.api import (
     Request,
     Step,
 )
+from dsv4core.attention import core_operations
 from dsv4core.kvcache import KVCache
 from dsv4core.ops.o_proj.prepared import OutputProjection
 
 Pages = tuple[tuple[int, int], tuple[int, int]]
 """Of both pools: rows a page, and from one page to the next."""
-
-
-def operations_of(plan: LayerPlan) -> Any:
-    """The core's operations: kernels, or the definitions where there is no GPU."""
-    if plan.core_ops == "torch":
-        return ops
-    from dsv4core.ops import triton
-
-    return triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +66,7 @@ class SharedStep:
             device: Where.
         """
         self.kind, self._request, self._split, self._device = kind, request, split, device
-        self._operations = operations_of(plan)
+        self._operations = core_operations(plan)
         self.launches: Sequence[Launch] = ()
         self.window: torch.Tensor
         self.entries: torch.Tensor | None = None
@@ -176,8 +169,11 @@ class Layer:
         self._sinks = torch.full((plan.padded_q_heads,), float("-inf"), device=device)
         self._sinks[: layer.num_heads] = weights["attn_sink"].data.float()
         self._projection = OutputProjection(
-            layer, weights, operations_of(plan), deep_gemm=bool(plan.projection_dtype)
+            layer, weights, core_operations(plan), deep_gemm=bool(plan.projection_dtype)
         )
+        self.compressors = None
+        if "compress" in plan.own_ops:
+            self.compressors = Compressors(layer, weights, core_operations(plan), device)
 
     def forward_mqa(
         self,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +90,13 @@ def test_apply_sink(heads: int, sink: bool) -> None:
     torch.testing.assert_close(*shares, rtol=1e-5, atol=1e-9)
     rebuilt = torch.where(shares[0][..., None] == 0, 0.0, out.float() * shares[0][..., None])
     torch.testing.assert_close(rebuilt.bfloat16(), due, rtol=2**-7, atol=1e-6)
+
+
+def test_kernels_compile() -> None:
+    """For sm_90, wherever this runs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = Path(__file__).with_name("compile_fa3_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["_number"] * 3 + ["_share", "_apply"] * 2

@@ -82,11 +82,11 @@ def stubbed(stub: None) -> Subject:
     ],
 )
 def test_refusals(changes: dict[str, Any], code: str, text: str) -> None:
-    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, **changes))
+    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, **changes), FlashInferOptions())
     assert reason.code == code
     assert reason.text.startswith(text)
     assert reason.fix
-    assert plugin.dsv4_unsupported_reasons(REQUEST) == []
+    assert plugin.dsv4_unsupported_reasons(REQUEST, FlashInferOptions()) == []
 
 
 def test_packed_rows_are_refused() -> None:

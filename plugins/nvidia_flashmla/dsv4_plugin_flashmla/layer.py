@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from dsv4_plugin_flashmla import calls, library
 from dsv4_plugin_flashmla.calls import Pool
 from dsv4_plugin_flashmla.plugin import MOST_ROWS, scores_by_deep_gemm
 from dsv4_plugin_flashmla.prefill import Chunk, chunks
-from dsv4core import libraries, ops
+from dsv4core import libraries
 from dsv4core.api import (
     AttentionOutput,
     LayerCaches,
@@ -23,19 +23,15 @@ from dsv4core.api import (
     Request,
     Step,
 )
+from dsv4core.attention import core_operations
 from dsv4core.kvcache import KVCache
 from dsv4core.ops.indexer import deepgemm
 from dsv4core.ops.indexer.deepgemm import ScorePlan
 from dsv4core.ops.o_proj.prepared import OutputProjection
 
-
-def operations_of(plan: LayerPlan) -> Any:
-    """The core's operations: kernels, or the definitions where there is no GPU."""
-    if plan.core_ops == "torch":
-        return ops
-    from dsv4core.ops import triton
-
-    return triton
+LEAST_QUERIES = 128
+"""Of a prompt that DeepGEMM scores: all of its keys are brought side by side for them. With 512 that takes
+0.56 of the core's time; with fewer it is not measured."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class SharedStep:
             device: Where.
         """
         self.kind, self._request, self._gathers = kind, request, gathers
-        self._operations = operations_of(plan)
+        self._operations = core_operations(plan)
         self._multiple = 64 if plan.padded_q_heads == 64 else 128
         self._scores = scores_by_deep_gemm(request, kind)
         self._device = device
@@ -130,14 +126,14 @@ class SharedStep:
         return max(step.host_lengths.total, default=0)
 
     def prompts(self, tokens: slice, step: Step) -> list[Prompt]:
-        """Prefills among these tokens, for DeepGEMM; none where the host has no lengths, as in a graph."""
-        if not self._scores or step.host_lengths is None or self._request.graph:
+        """Prefills among these tokens, for DeepGEMM; none in a graph, or where the host has no lengths."""
+        if not self._scores or step.host_lengths is None or self._captures():
             return []
         found, begin, lengths = [], 0, step.host_lengths
         start, stop, _ = tokens.indices(step.num_tokens)
         for request, (query, total) in enumerate(zip(lengths.query, lengths.total, strict=True)):
             first, last = max(begin, start), min(begin + query, stop)
-            if request >= step.num_decode_requests and first < last:
+            if request >= step.num_decode_requests and last - first >= LEAST_QUERIES:
                 own = slice(first - start, last - start)
                 seen = self.kind.visible_entries(total - (begin + query - last))
                 found.append(Prompt(own, request, max(1, seen)))
@@ -185,7 +181,7 @@ class Layer:
         self, layer: LayerSpec, plan: LayerPlan, weights: LayerWeights, device: torch.device
     ) -> None:
         self.layer, self.plan, self.rope = layer, plan, weights.rope
-        self._operations = operations_of(plan)
+        self._operations = core_operations(plan)
         self._sinks = torch.full((plan.padded_q_heads,), float("-inf"), device=device)
         self._sinks[: layer.num_heads] = weights["attn_sink"].data.float()
         self._projection = OutputProjection(
@@ -211,20 +207,23 @@ class Layer:
         if not prompts:
             return self._core_logits(q, weights, visible, tokens, width, caches.index, step)
         table = step.compressed[self.layer.kind.name].block_table
-        out = q.new_empty(len(q), width, dtype=torch.float32)
-        others = slice(prompts[0].tokens.start)
-        if others.stop:
-            begin, _, _ = tokens.indices(step.num_tokens)
-            first = slice(begin, begin + others.stop)
-            own = (q[others], weights[others], visible[others], first, width, caches.index, step)
-            out[others] = self._core_logits(*own)
-        for prompt in prompts:
-            rows, pages = prompt.tokens, table[prompt.request, : -(-prompt.entries // deepgemm.PAGE_SIZE)]
-            scores = deepgemm.prompt_logits(q[rows], weights[rows], caches.index, pages, visible[rows])
+        start, _, _ = tokens.indices(step.num_tokens)
+        out: torch.Tensor | None = None
+        for rows, prompt in _with_gaps(prompts, len(q)):
+            own = q[rows], weights[rows]
+            if prompt is None:
+                there = slice(start + rows.start, start + rows.stop)
+                scores = self._core_logits(*own, visible[rows], there, width, caches.index, step)
+            else:
+                pages = table[prompt.request, : -(-prompt.entries // deepgemm.PAGE_SIZE)]
+                scores = deepgemm.prompt_logits(*own, caches.index, pages, visible[rows])
             if rows == slice(0, len(q)) and scores.shape[1] >= width:
                 return scores[:, :width]
+            if out is None:
+                out = q.new_empty(len(q), width, dtype=torch.float32)
             seen = min(width, scores.shape[1])
             out[rows, :seen] = scores[:, :seen]
+        assert out is not None
         return out
 
     def _core_logits(
@@ -287,6 +286,18 @@ class Layer:
         versions = {name: found for name in names if (found := libraries.installed(name))}
         own = {"o_proj": self._projection.product, "prepared_bytes": self._projection.nbytes}
         return {"kernel": "flash_mla", **versions, **own}
+
+
+def _with_gaps(prompts: Sequence[Prompt], count: int) -> Iterator[tuple[slice, Prompt | None]]:
+    """All of so many queries in their order: those of prompts, and those between them."""
+    begin = 0
+    for prompt in prompts:
+        if begin < prompt.tokens.start:
+            yield slice(begin, prompt.tokens.start), None
+        yield prompt.tokens, prompt
+        begin = prompt.tokens.stop
+    if begin < count:
+        yield slice(begin, count), None
 
 
 def _whole(

@@ -44,8 +44,10 @@ def test_in_place(dsv4: Subject, kind: LayerKind, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 71), slice(40, 68)], ids=str)
 def test_scores_of_prompts(dsv4: Subject, rows: slice, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By DeepGEMM where the host has lengths, behind decodes that the core scores; of some queries, too."""
+    from dsv4_plugin_flashmla import layer
     from dsv4_plugin_flashmla.layer import deepgemm
 
+    monkeypatch.setattr(layer, "LEAST_QUERIES", 4)
     counts: list[int] = []
     products = deepgemm.prompt_logits
 
@@ -60,8 +62,9 @@ def test_scores_of_prompts(dsv4: Subject, rows: slice, phase: str, monkeypatch: 
     counts.clear()
     q, weights = test_indexer.queried(ledger, step)
     whole = test_indexer.logits(ledger, q, weights, step)
-    decodes = step.num_decode_tokens
-    assert sum(counts) == step.num_tokens - decodes
+    lengths = step.host_lengths
+    assert lengths is not None
+    assert counts == [own for own in lengths.query[step.num_decode_requests :] if own >= 4]
     test_indexer.assert_logits(whole, ledger, step)
     part = test_indexer.logits(ledger, q, weights, step, rows)
     for token, (one, other) in enumerate(zip(part, whole[rows], strict=True), rows.start or 0):

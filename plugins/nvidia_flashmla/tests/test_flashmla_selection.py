@@ -202,7 +202,7 @@ def test_plans(heads: int, padded: int, nothing_installed: dict[str, str]) -> No
     assert plan.variant.endswith("wo_a by DeepGEMM")
     assert not plan.own_ops
     indexed = plugin.dsv4_plan_layer(request, layer_spec(model, 2), FlashMLAOptions())
-    assert indexed.variant.endswith("wo_a and scores of decodes by DeepGEMM")
+    assert indexed.variant.endswith("wo_a and scores by DeepGEMM")
     assert indexed.own_ops == {"index_logits"}
     paged = replace(request, page_sizes=PageSizes(context=128))
     assert not plugin.dsv4_plan_layer(paged, layer_spec(model, 2), FlashMLAOptions()).own_ops
