@@ -72,7 +72,9 @@ def decoded(
     values,
     exponent,
     turned,
+    mine,
     scale,
+    more_scale,
     FORMAT: tl.constexpr,
     FNUZ: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -108,8 +110,11 @@ def decoded(
             rows = tl.reshape(tl.where(last, turned[:, None, :], tiles.to(DTYPE)), (KEYS, WIDTH))
     elif FORMAT == 2:
         rows = _values(values, FNUZ, DTYPE)
-        if scale is not None:
-            rows = rows.to(tl.float32) * tl.load(scale)
+        if (scale is not None) or (more_scale is not None):
+            own = 1.0 if scale is None else tl.load(scale)
+            rows = rows.to(tl.float32) * tl.where(
+                mine, own, 1.0 if more_scale is None else tl.load(more_scale)
+            )
         rows = rows.to(DTYPE)
         turned = rows
     else:

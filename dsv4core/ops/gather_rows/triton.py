@@ -69,7 +69,7 @@ def _gather_rows(
         *(slot, mine, pool, page_stride, pool, page_stride, FORMAT, PAGE_SIZE, PAGE_SIZE, ROWS, WIDTH)
     )
     values, _ = decoded(
-        *(codes, exponent, rotated, scale),
+        *(codes, exponent, rotated, mine, scale, scale),
         *(FORMAT, FNUZ, 0, False, ROWS, WIDTH, out.dtype.element_ty),
     )
     place = request.to(tl.int64) * request_stride + row * row_stride

@@ -409,7 +409,7 @@ def _attend_tiles(
             *(FORMAT, PAGE_SIZE, MORE_PAGE_SIZE, KEYS, WIDTH),
         )
         rows, rotated = decoded(
-            *(codes, exponent, rotated, None),
+            *(codes, exponent, rotated, tile < tiles, None, None),
             *(FORMAT, FNUZ, SHIFT, APART, KEYS, WIDTH, query.dtype),
         )
         score = tl.dot(query, tl.trans(rows), input_precision="ieee")
