@@ -1,0 +1,109 @@
+"""Attention over packed rows of one or two pools: `attend.cu`, launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4_plugin_hopper import compiled
+from dsv4_plugin_hopper.compiled import FLOAT, INT, LONG, POINTER, UNSIGNED
+from dsv4core.api import ConfigError
+from dsv4core.kvcache import KVCache
+
+KEYS, HEADS, THREADS = 64, 64, 512
+LOG2_E = 1.4426950408889634
+SLICES = {8: 120, 5: 110, 4: 120, 3: 132, 2: 132}
+"""Blocks of clusters of a size that an H200 holds at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """A pool, and what queries attend of it.
+
+    Attributes:
+        cache: Packed rows.
+        slots: `[queries, columns]` int32, -1 for none.
+        lengths: `[queries]` int32: columns that count; None for all.
+    """
+
+    cache: KVCache
+    slots: torch.Tensor
+    lengths: torch.Tensor | None = None
+
+
+def attend(
+    q: torch.Tensor,
+    pools: Sequence[Pool],
+    scale: float,
+    sinks: torch.Tensor | None,
+    want_lse: bool = False,
+    f16: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend.
+
+    Args:
+        q: `[queries, heads, 512]` bf16, heads of a query side by side.
+        pools: One or two.
+        scale: Of the scores.
+        sinks: `[heads]` fp32, or None.
+        want_lse: Whether log-sum-exps are wanted.
+        f16: Whether operands are f16 and not bf16: faster, for |q| and |k| below 65,504.
+
+    Returns:
+        `[queries, heads, 512]` bf16, and `[queries, heads]` fp32 or None.
+
+    Raises:
+        ConfigError: Pages are apart by what cannot be loaded.
+    """
+    queries, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if want_lse else None
+    if not queries:
+        return out, lse
+    if q.stride(1) != width or q.stride(0) % 8 or q.data_ptr() % 16:
+        q = q.contiguous()
+    window, *further = pools
+    tiles = sum(-(-pool.slots.shape[1] // KEYS) for pool in pools)
+    blocks = -(-heads // HEADS)
+    arguments = (
+        *((q.data_ptr(), POINTER), (q.stride(0), LONG)),
+        *_of_pool(window),
+        *(_of_pool(further[0]) if further else _nothing(window)),
+        *((_address(sinks), POINTER), (out.data_ptr(), POINTER), (_address(lse), POINTER)),
+        *((heads, INT), (scale * LOG2_E, FLOAT)),
+    )
+    kernel = compiled.function("attend_f16" if f16 else "attend_bf16", q.device.index)
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    compiled.launch(kernel, stream, (slices(queries * blocks, tiles), blocks, queries), THREADS, arguments)
+    return out, lse
+
+
+def slices(blocks: int, tiles: int) -> int:
+    """How many slices a query's keys have: as many blocks as run at once, of two tiles or more."""
+    return next((size for size, most in SLICES.items() if size * blocks <= most and size <= tiles // 2), 1)
+
+
+def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
+    cache, slots = pool.cache, pool.slots
+    if cache.page_stride_bytes % 16 or cache.pool.data_ptr() % 16:
+        raise ConfigError(
+            f"Pages are {cache.page_stride_bytes:,} bytes apart, and rows are loaded 16 bytes at a time; "
+            "give pools and strides of whole 16 bytes, or use backend=triton."
+        )
+    return (
+        *((cache.pool.data_ptr(), POINTER), (cache.page_stride_bytes, LONG), (cache.page_size, UNSIGNED)),
+        *((slots.data_ptr(), POINTER), (slots.stride(0), LONG)),
+        *((_address(pool.lengths), POINTER), (slots.shape[1], INT)),
+    )
+
+
+def _nothing(like: Pool) -> tuple[tuple[Any, Any], ...]:
+    """A pool of which no column is looked at."""
+    return (*_of_pool(like)[:5], (None, POINTER), (0, INT))
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,104 @@
+"""The kernel, compiled by NVRTC at its first use, and kept on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import driver, nvrtc
+
+from dsv4core.api import DSV4Error
+
+SOURCE = Path(__file__).with_name("attend.cu")
+OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
+SHARED_BYTES = 227 << 10
+"""What sm_90 lets a block have."""
+
+
+@lru_cache
+def function(name: str, device: int) -> Any:
+    """A kernel of the source on a device, whose context is current.
+
+    Raises:
+        DSV4Error: It does not compile, or the driver does not take it.
+    """
+    module = _checked(driver.cuModuleLoadData(cubin()))
+    found = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(found, attribute, SHARED_BYTES))
+    return found
+
+
+def cubin() -> bytes:
+    """The compiled source: from disk where this NVRTC has compiled it before."""
+    source, version = SOURCE.read_bytes(), _checked(nvrtc.nvrtcVersion())
+    name = hashlib.sha256(source + repr((OPTIONS, version)).encode()).hexdigest()[:32]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = home / "dsv4core" / "hopper" / f"{name}.cubin"
+    if kept.exists():
+        return kept.read_bytes()
+    made = _compile(source)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    new = kept.with_suffix(f".{os.getpid()}")
+    new.write_bytes(made)
+    new.replace(kept)  # whole or not at all, whoever else compiles it
+    return made
+
+
+def launch(
+    kernel: Any, stream: int, grid: tuple[int, int, int], threads: int, arguments: tuple[tuple[Any, Any], ...]
+) -> None:
+    """Launch a kernel whose first grid dimension is one cluster.
+
+    Args:
+        kernel: From `function`.
+        stream: Its handle.
+        grid: Blocks.
+        threads: Of a block.
+        arguments: Values and their C types.
+
+    Raises:
+        DSV4Error: The driver refuses.
+    """
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = SHARED_BYTES, stream
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = grid[0], 1, 1
+    config.attrs, config.numAttrs = [cluster], 1
+    values, types = zip(*arguments, strict=True)
+    _checked(driver.cuLaunchKernelEx(config, kernel, (values, types), 0))
+
+
+def _compile(source: bytes) -> bytes:
+    program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), list(OPTIONS))
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.decode().rstrip("\0 \n")
+        raise DSV4Error(f"{SOURCE.name} does not compile: {said}")
+    made = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, made))
+    return made
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call returns besides its status."""
+    status, *values = result
+    if int(status) != 0:
+        raise DSV4Error(
+            f"{type(status).__name__}: {status.name} ({int(status)}); update the driver or torch."
+        )
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+POINTER, LONG, UNSIGNED, INT, FLOAT = (
+    *(ctypes.c_void_p, ctypes.c_longlong, ctypes.c_uint, ctypes.c_int, ctypes.c_float),
+)

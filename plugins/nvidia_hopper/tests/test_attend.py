@@ -1,0 +1,115 @@
+"""The kernel against float32 torch on the same bytes, on sm_90; how keys are divided, anywhere."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from dsv4_plugin_hopper.plugin import HopperOptions
+
+from dsv4core.api import ConfigError
+from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
+from dsv4core.model.shapes import PRESETS
+
+with_bindings = pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed.")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="It needs an sm_90 GPU.")
+FORMAT = cache_layout(PRESETS["v4_flash"], "fp8_ds_mla", "fp8").window
+SCALE = 512**-0.5
+
+
+def test_unknown_operands() -> None:
+    with pytest.raises(ConfigError, match="backend.operands=fp8 is not known; write bf16 or f16"):
+        HopperOptions(operands="fp8")
+
+
+@with_bindings
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "due"),
+    [
+        (1, 10, 5),
+        (8, 10, 5),
+        (32, 10, 3),
+        (64, 10, 2),
+        (128, 10, 1),
+        (2, 18, 8),
+        (16, 18, 5),
+        (1, 1, 1),
+        (1, 0, 1),
+    ],
+)
+def test_slices(blocks: int, tiles: int, due: int) -> None:
+    """As many blocks as run at once."""
+    from dsv4_plugin_hopper.attend import slices
+
+    assert slices(blocks, tiles) == due
+
+
+def pool(page_size: int, rows: int, random: torch.Generator) -> tuple[KVCache, torch.Tensor]:
+    """A pool in which half of the rows are NaN, and the slots of the others."""
+    pages = -(-rows // page_size)
+    cache = allocate_cache(FORMAT, pages, page_size, torch.device("cuda"))
+    cache.pool.fill_(0xFF)
+    used = torch.randperm(pages * page_size, generator=random)[: pages * page_size // 2].cuda()
+    cache.write(used, torch.randn(len(used), 512, generator=random).cuda())
+    return cache, used
+
+
+@on_a_gpu
+@pytest.mark.parametrize("f16", [False, True])
+@pytest.mark.parametrize("queries", [1, 5, 40, 200])
+@pytest.mark.parametrize("heads", [1, 8, 17, 64, 96, 128])
+@pytest.mark.parametrize("columns", [(128,), (128, 512), (70, 1), (200, 8320)])
+def test_attend(columns: tuple[int, ...], heads: int, queries: int, f16: bool) -> None:
+    """Holes, a first tile of nothing, a query of nothing, large scores, infinite sinks, lengths."""
+    from dsv4_plugin_hopper.attend import Pool, attend
+
+    random = torch.Generator().manual_seed(heads + queries)
+    q = torch.randn(queries, heads, 512, generator=random).bfloat16().cuda()
+    q[::3] *= 12
+    sinks = torch.randn(heads, generator=random).cuda() * 3
+    sinks[0] = -math.inf
+    pools = []
+    for size, width in zip((61, 64), columns, strict=False):
+        cache, used = pool(size, 4000, random)
+        slots = used[torch.randint(len(used), (queries, width), generator=random).cuda()].int()
+        slots[(torch.rand(queries, width, generator=random) < 0.3).cuda()] = -1
+        slots[0, :70] = -1
+        slots[queries // 2] = -1
+        lengths = torch.randint(width + 1, (queries,), generator=random).int().cuda()
+        pools.append(Pool(cache, slots, lengths))
+    for own_sinks in (sinks, None):
+        out, lse = attend(q, pools, SCALE, own_sinks, want_lse=True, f16=f16)
+        again, _ = attend(q, pools, SCALE, own_sinks, f16=f16)
+        assert torch.equal(out, again)
+        for query in range(queries):
+            named = [own.slots[query, : int(own.lengths[query])] for own in pools]  # type: ignore[index, arg-type]
+            rows = [own.cache.read(slots[slots >= 0]) for own, slots in zip(pools, named, strict=True)]
+            keys = torch.cat(rows)
+            scores = q[query].float() @ keys.T * SCALE
+            due_lse = scores.logsumexp(-1)
+            total = due_lse if own_sinks is None else torch.logaddexp(due_lse, own_sinks)
+            due = (
+                (scores - total[:, None]).exp() @ keys if len(keys) else torch.zeros_like(out[query].float())
+            )
+            assert lse is not None
+            torch.testing.assert_close(lse[query], due_lse, rtol=2e-4, atol=2e-4)
+            assert float((out[query].float() - due).norm()) <= 4e-3 * float(due.norm())
+
+
+@with_bindings
+def test_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By NVRTC where that is installed, once."""
+    from dsv4_plugin_hopper import compiled
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        first = compiled.cubin()
+    except RuntimeError as error:  # cuda-bindings without the library
+        pytest.skip(str(error))
+    assert first[:4] == b"\x7fELF"
+    (kept,) = (tmp_path / "dsv4core" / "hopper").iterdir()
+    kept.write_bytes(b"kept")
+    assert compiled.cubin() == b"kept"
