@@ -10,7 +10,7 @@ JOB := plugins/engine_vllm/tests/engine
 FLASHINFER ?= ==0.6.18.post1
 ARGS ?=
 
-.PHONY: run test test-gpu test-gpu-flashmla test-signatures sanitize test-vllm lint docs clean
+.PHONY: run test test-gpu test-gpu-flashmla test-gpu-flashinfer test-signatures sanitize test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
@@ -25,6 +25,9 @@ test-gpu: $(VENV)/.installed-dev
 # The plugins' own, where their libraries are installed.
 test-gpu-flashmla: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest plugins/nvidia_flashmla/tests $(ARGS)
+
+test-gpu-flashinfer: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest plugins/nvidia_flashinfer/tests $(ARGS)
 
 # Calls of plugins against libraries that need no GPU to be imported: 30 MB, beside the venv.
 test-signatures: $(VENV)/.installed-dev
