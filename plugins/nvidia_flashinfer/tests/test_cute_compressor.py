@@ -115,8 +115,8 @@ def test_as_the_definition(dsv4: Subject, kind: LayerKind, format: str, spoilt: 
     dtype = torch.bfloat16 if format == "bf16" else torch.float8_e4m3fn
     values = [own.view(dtype).float() for own in (due, found)]
     assert torch.equal(*(own.isnan() for own in values))
-    steps = (due.view(torch.int16 if format == "bf16" else torch.uint8).int()
-             - found.view(torch.int16 if format == "bf16" else torch.uint8).int()).abs()  # fmt: skip
-    steps = steps[~values[0].isnan()]
-    assert int(steps.max()) <= 1
-    assert float((steps != 0).float().mean()) < 1e-3
+    due, found = (own.nan_to_num() for own in values)
+    assert float((due != found).float().mean()) < 1e-3
+    # Sums near 0 of large terms differ by more than a step of their own: by one of a code, or of the terms.
+    tolerance = {"rtol": 2**-7, "atol": 1e-5} if format == "bf16" else {"rtol": 2**-3, "atol": 2**-9}
+    torch.testing.assert_close(found, due, **tolerance)

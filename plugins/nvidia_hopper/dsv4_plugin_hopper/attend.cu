@@ -467,7 +467,7 @@ DEVICE void weigh(Shared& shared, const Tiles& tiles, int part, int warp, int la
 }
 
 DEVICE float log_sum(float reference, float total) {
-  return total > 0.f ? (reference + log2_of(total)) * LN_2 : -INFINITY_;
+  return total == 0.f ? -INFINITY_ : (reference + log2_of(total)) * LN_2;  // NaN stays NaN
 }
 
 // All keys were here: divide, and write rows of 256 channels through shared memory.
@@ -556,7 +556,9 @@ DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_le
                    const int* entry_lengths, const float* sinks, u16* out, float* lse, int all_heads, float scale) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& shared = *(Shared*)memory;
-  const int thread = threadIdx.x, lane = thread & 31, group = thread >> 7, warp = __shfl_sync(~0u, (thread >> 5) & 3, 0);
+  // Both of the shuffled number, which the compiler knows to be one of the warp.
+  const int thread = threadIdx.x, lane = thread & 31, number = __shfl_sync(~0u, thread >> 5, 0);
+  const int group = number >> 2, warp = number & 3;
   const int slices = gridDim.x, slice = blockIdx.x, first_head = blockIdx.y * HEADS;
   const i64 query = blockIdx.z;
   const int heads = min(HEADS, all_heads - first_head);

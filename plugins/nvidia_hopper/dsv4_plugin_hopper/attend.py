@@ -15,6 +15,8 @@ from dsv4core.kvcache import KVCache
 
 KEYS, HEADS, THREADS = 64, 64, 512
 LOG2_E = 1.4426950408889634
+MOST_QUERIES = (1 << 16) - 1
+"""Blocks of a grid's third dimension."""
 SLICES = {8: 120, 5: 110, 4: 120, 3: 132, 2: 132}
 """Blocks of clusters of a size that an H200 holds at once."""
 
@@ -56,15 +58,20 @@ def attend(
         `[queries, heads, 512]` bf16, and `[queries, heads]` fp32 or None.
 
     Raises:
-        ConfigError: Pages are apart by what cannot be loaded.
+        ConfigError: Pages are apart by what cannot be loaded, or there are more queries than a grid has.
     """
     queries, heads, width = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if want_lse else None
     if not queries:
         return out, lse
+    if queries > MOST_QUERIES:
+        raise ConfigError(
+            f"{queries:,} queries were given to a launch, which has {MOST_QUERIES:,} at most; lower "
+            "limits.max_tokens."
+        )
     if q.stride(1) != width or q.stride(0) % 8 or q.data_ptr() % 16:
-        q = q.contiguous()
+        q = q.clone(memory_format=torch.contiguous_format)
     window, *further = pools
     tiles = sum(-(-pool.slots.shape[1] // KEYS) for pool in pools)
     blocks = -(-heads // HEADS)
@@ -75,9 +82,11 @@ def attend(
         *((_address(sinks), POINTER), (out.data_ptr(), POINTER), (_address(lse), POINTER)),
         *((heads, INT), (scale * LOG2_E, FLOAT)),
     )
-    kernel = compiled.function("attend_f16" if f16 else "attend_bf16", q.device.index)
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    compiled.launch(kernel, stream, (slices(queries * blocks, tiles), blocks, queries), THREADS, arguments)
+    grid = slices(queries * blocks, tiles), blocks, queries
+    with torch.cuda.device(q.device):
+        kernel = compiled.function("attend_f16" if f16 else "attend_bf16", q.device.index)
+        stream = torch.cuda.current_stream().cuda_stream
+        compiled.launch(kernel, stream, grid, THREADS, arguments)
     return out, lse
 
 
@@ -102,8 +111,9 @@ def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
 
 def _nothing(like: Pool) -> tuple[tuple[Any, Any], ...]:
     """A pool of which no column is looked at."""
-    return (*_of_pool(like)[:5], (None, POINTER), (0, INT))
+    return (*_of_pool(like)[:5], (0, POINTER), (0, INT))
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(tensor: torch.Tensor | None) -> int:
+    """0 for none: `cuda.bindings` takes no None for a pointer."""
+    return 0 if tensor is None else tensor.data_ptr()

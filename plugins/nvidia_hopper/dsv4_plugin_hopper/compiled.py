@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,11 @@ def cubin() -> bytes:
     if kept.exists():
         return kept.read_bytes()
     made = _compile(source)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    new = kept.with_suffix(f".{os.getpid()}")
-    new.write_bytes(made)
-    new.replace(kept)  # whole or not at all, whoever else compiles it
+    with suppress(OSError):  # where nothing can be kept it is compiled in each process
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        new = kept.with_suffix(f".{os.getpid()}")
+        new.write_bytes(made)
+        new.replace(kept)  # whole or not at all, whoever else compiles it
     return made
 
 

@@ -81,7 +81,7 @@ class Layer:
             layer, weights, core_operations(plan), deep_gemm=bool(plan.projection_dtype)
         )
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # a context is current
+            torch.cuda.synchronize()  # a context is current
             compiled.function("attend_f16" if f16 else "attend_bf16", torch.cuda.current_device())
 
     def forward_mqa(

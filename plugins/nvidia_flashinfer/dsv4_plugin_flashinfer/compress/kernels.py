@@ -66,7 +66,7 @@ def pool(
             place = position - back
             there = place >= 0
             fresh = token - back >= begin
-            known = place if there else Int64(0)
+            known = Int64(0) if fresh else place if there else Int64(0)  # a fresh row may have no page
             # An address is chosen and not a value: the next row's loads do not wait for this one's.
             page = Int64(one(table, known // state_rows))
             kept = page * state_page + known % state_rows * (2 * groups * WIDTH) + column

@@ -16,7 +16,7 @@ class Compressors:
     def __init__(
         self, layer: LayerSpec, weights: LayerWeights, operations: ModuleType, device: torch.device
     ) -> None:
-        """Compile the kernels, and bring the vectors into fp32.
+        """Bring the vectors into fp32; kernels are compiled when they are first called, before any capture.
 
         Args:
             layer: The layer.
