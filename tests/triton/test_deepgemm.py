@@ -82,7 +82,7 @@ def weight_of(rows: int, columns: int) -> Weight:
 def test_projection(library: None, tokens: int, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of padded rows; as far from the definition as FP8 activations are."""
     if packs and GPU:
-        pytest.skip("The GPU's own scales.")
+        pytest.skip("a GPU multiplies its own form of scales, which the other case has")
     if packs:
         monkeypatch.setattr(deepgemm, "_packs_scales", lambda device: True)
     dtype = torch.bfloat16 if GPU else torch.float32
