@@ -37,7 +37,7 @@ test-signatures: $(VENV)/.installed-dev
 
 # Every access of the kernels, where their reads and writes are checked one by one: minutes on an H200.
 sanitize: $(VENV)/.installed-dev
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --show-backtrace device --error-exitcode 1 \
 		$(BIN)/python -m pytest -x tests/triton --deselect tests/triton/test_compiles.py $(ARGS)
 
 # vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. 40 minutes on two cores without AVX-512.

@@ -2,7 +2,7 @@
 
     python benchmarks/plain_caches.py benchmarks/results/h200/plain_caches.jsonl [commit]
 
-needs FlashInfer, and DeepGEMM for the output projection.
+needs FlashInfer with `[cute]`, and DeepGEMM for the output projection.
 """
 
 from __future__ import annotations
@@ -11,23 +11,36 @@ import sys
 
 from dsv4core.cli.main import main
 
-COMMON = ("bench", "model=v4_flash", "bench.phase=[decode]", "bench.context=[65536]")
+COMMON = ("bench", "model=v4_flash", "bench.context=[65536]")
+DECODE = "bench.phase=[decode]"
 SETS = (
     (
-        *("backend=flashinfer", "kv_cache_dtype=bf16", "bench.peers=[flashinfer]"),
+        *("backend=flashinfer", "kv_cache_dtype=bf16", "bench.peers=[flashinfer]", DECODE),
         *("bench.op=[forward_mqa.step]", "bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,8,64,512]"),
     ),
     (
-        *("backend=flashinfer", "kv_cache_dtype=fp8"),
+        *("backend=flashinfer", "kv_cache_dtype=fp8", DECODE),
         *("bench.op=[forward_mqa.step]", "bench.kind=[c4a]", "bench.tokens=[1,64,512]"),
     ),
     *(
         (
-            *(f"backend={backend}", f"kv_cache_dtype={dtype}", "bench.op=[layer.step]"),
+            *(f"backend={backend}", f"kv_cache_dtype={dtype}", "bench.op=[layer.step]", DECODE),
             *("bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,64,256]"),
         )
         for dtype in ("bf16", "fp8_e4m3")
         for backend in ("flashinfer", "triton")
+    ),
+    # The kernels of entries that `auto` chooses from.
+    *(
+        (
+            *("backend=flashinfer", f"backend.compressor={kernels}", "kv_cache_dtype=bf16"),
+            *("bench.op=[compress]", "bench.kind=[c4a,c128a]", *phase),
+        )
+        for phase in (
+            (DECODE, "bench.tokens=[1,64,512]"),
+            ("bench.phase=[prefill]", "bench.tokens=[8192]"),
+        )
+        for kernels in ("core", "cute")
     ),
 )
 

@@ -18,7 +18,7 @@ from dsv4core.libraries import installed
 DISTRIBUTION, VERSIONS = "flashinfer-python", ">=0.6.18,<0.8"
 INSTALL = f"pip install '{DISTRIBUTION}{VERSIONS}'"
 REQUIREMENT = Requirement("flashinfer", DISTRIBUTION, INSTALL, VERSIONS)
-CUTE, CUTE_VERSIONS = "nvidia-cutlass-dsl", ">=4.3.5,<5"
+CUTE, CUTE_VERSIONS = "nvidia-cutlass-dsl", ">=4.6.2,<5"
 DECODE = "trtllm_batch_decode_sparse_mla_dsv4"
 NEEDED = (
     *("query", "swa_kv_cache", "workspace_buffer", "sparse_indices", "compressed_kv_cache"),

@@ -1,4 +1,4 @@
-"""Attention over packed rows of one or two pools: `attend.cu`, launched."""
+"""Attention over rows of one or two pools: `attend.cu`, launched."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ SLICES = {8: 120, 5: 110, 4: 120, 3: 132, 2: 132}
 """Blocks of clusters of a size that an H200 holds at once."""
 
 
+KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
+"""Of rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
     """A pool, and what queries attend of it.
 
     Attributes:
-        cache: Packed rows.
+        cache: Its rows, of one of `KERNELS`.
         slots: `[queries, columns]` int32, -1 for none.
         lengths: `[queries]` int32: columns that count; None for all.
     """
@@ -48,11 +52,12 @@ def attend(
 
     Args:
         q: `[queries, heads, 512]` bf16, heads of a query side by side.
-        pools: One or two.
+        pools: One or two, of rows of one format.
         scale: Of the scores.
         sinks: `[heads]` fp32, or None.
         want_lse: Whether log-sum-exps are wanted.
-        f16: Whether operands are f16 and not bf16: faster, for |q| and |k| below 65,504.
+        f16: Whether codes and what they meet are turned into f16 and not bf16: faster, for |q| and |k| below
+            65,504. Rows of bf16 are not turned.
 
     Returns:
         `[queries, heads, 512]` bf16, and `[queries, heads]` fp32 or None.
@@ -84,10 +89,15 @@ def attend(
     )
     grid = slices(queries * blocks, tiles), blocks, queries
     with torch.cuda.device(q.device):
-        kernel = compiled.function("attend_f16" if f16 else "attend_bf16", q.device.index)
+        kernel = compiled.function(kernel_name(window.cache.format.name, f16), q.device.index)
         stream = torch.cuda.current_stream().cuda_stream
         compiled.launch(kernel, stream, grid, THREADS, arguments)
     return out, lse
+
+
+def kernel_name(format: str, f16: bool) -> str:
+    """The entry of `attend.cu` for rows of a format."""
+    return f"{KERNELS[format]}_{'f16' if f16 and format != 'bf16' else 'bf16'}"
 
 
 def slices(blocks: int, tiles: int) -> int:
@@ -104,14 +114,14 @@ def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
         )
     return (
         *((cache.pool.data_ptr(), POINTER), (cache.page_stride_bytes, LONG), (cache.page_size, UNSIGNED)),
-        *((slots.data_ptr(), POINTER), (slots.stride(0), LONG)),
+        *((_address(cache.scale), POINTER), (slots.data_ptr(), POINTER), (slots.stride(0), LONG)),
         *((_address(pool.lengths), POINTER), (slots.shape[1], INT)),
     )
 
 
 def _nothing(like: Pool) -> tuple[tuple[Any, Any], ...]:
     """A pool of which no column is looked at."""
-    return (*_of_pool(like)[:5], (0, POINTER), (0, INT))
+    return (*_of_pool(like)[:6], (0, POINTER), (0, INT))
 
 
 def _address(tensor: torch.Tensor | None) -> int:

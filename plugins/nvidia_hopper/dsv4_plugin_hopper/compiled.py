@@ -1,4 +1,4 @@
-"""The kernel, compiled by NVRTC at its first use, and kept on disk."""
+"""The kernels, compiled by NVRTC at their first use, and kept on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuda.bindings import driver, nvrtc
 
 from dsv4core.api import DSV4Error
 
-SOURCE = Path(__file__).with_name("attend.cu")
+SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("attend.cu", "ptx.cuh"))
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 SHARED_BYTES = 227 << 10
 """What sm_90 lets a block have."""
@@ -27,22 +27,26 @@ def function(name: str, device: int) -> Any:
     Raises:
         DSV4Error: It does not compile, or the driver does not take it.
     """
-    module = _checked(driver.cuModuleLoadData(cubin()))
-    found = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    found = _checked(driver.cuModuleGetFunction(_module(device), name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(found, attribute, SHARED_BYTES))
     return found
 
 
+@lru_cache
+def _module(device: int) -> Any:
+    return _checked(driver.cuModuleLoadData(cubin()))
+
+
 def cubin() -> bytes:
     """The compiled source: from disk where this NVRTC has compiled it before."""
-    source, version = SOURCE.read_bytes(), _checked(nvrtc.nvrtcVersion())
-    name = hashlib.sha256(source + repr((OPTIONS, version)).encode()).hexdigest()[:32]
+    source, header, version = SOURCE.read_bytes(), HEADER.read_bytes(), _checked(nvrtc.nvrtcVersion())
+    name = hashlib.sha256(source + header + repr((OPTIONS, version)).encode()).hexdigest()[:32]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = home / "dsv4core" / "hopper" / f"{name}.cubin"
     if kept.exists():
         return kept.read_bytes()
-    made = _compile(source)
+    made = _compile(source, header)
     with suppress(OSError):  # where nothing can be kept it is compiled in each process
         kept.parent.mkdir(parents=True, exist_ok=True)
         new = kept.with_suffix(f".{os.getpid()}")
@@ -78,8 +82,9 @@ def launch(
     _checked(driver.cuLaunchKernelEx(config, kernel, (values, types), 0))
 
 
-def _compile(source: bytes) -> bytes:
-    program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], []))
+def _compile(source: bytes, header: bytes) -> bytes:
+    names = SOURCE.name.encode(), 1, [header], [HEADER.name.encode()]
+    program = _checked(nvrtc.nvrtcCreateProgram(source, *names))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), list(OPTIONS))
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4_plugin_hopper import compiled
-from dsv4_plugin_hopper.attend import KEYS, Pool, attend
+from dsv4_plugin_hopper.attend import KERNELS, KEYS, Pool, attend, kernel_name
 from dsv4core import libraries
 from dsv4core.api import (
     AttentionOutput,
@@ -82,7 +82,8 @@ class Layer:
         )
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # a context is current
-            compiled.function("attend_f16" if f16 else "attend_bf16", torch.cuda.current_device())
+            for name in KERNELS:  # the host has a format, and captures only what has been loaded
+                compiled.function(kernel_name(name, f16), torch.cuda.current_device())
 
     def forward_mqa(
         self,

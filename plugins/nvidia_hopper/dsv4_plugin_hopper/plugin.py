@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from dsv4_plugin_hopper.layer import Layer, SharedStep
 
-KV_FORMATS = ("fp8_ds_mla",)
+KV_FORMATS = ("fp8_ds_mla", "bf16", "fp8_e4m3")
 INDEX_FORMATS = ("fp8", "bf16", "fp32")
 OPERANDS = ("bf16", "f16")
 NVRTC = Requirement("cuda.bindings", "cuda-bindings", "pip install 'cuda-bindings>=12.9'", ">=12.9")
@@ -44,7 +44,7 @@ class HopperOptions(BackendOptions):
     """Options of the backend.
 
     Attributes:
-        operands: What products are made of. `f16` is faster and as exact, for queries and keys below 65,504.
+        operands: What codes are turned into. `f16` is faster and as exact, for queries and keys below 65,504.
 
     Raises:
         ConfigError: `operands` is neither.
@@ -100,7 +100,7 @@ def _reasons(request: Request) -> Iterator[Reason]:
 
 @hookimpl
 def dsv4_resolve_kv_cache(request: Request) -> KVCacheLayout:
-    """Packed rows only."""
+    """Packed rows, or plain ones of bf16 or E4M3 codes."""
     kv = resolve_dtype("kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_DTYPES, KV_FORMATS, "hopper")
     index = resolve_dtype("index_dtype", request.index_dtype, INDEX_DTYPES, INDEX_FORMATS, "hopper")
     return cache_layout(request.model, kv, index)

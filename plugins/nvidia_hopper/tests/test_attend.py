@@ -16,7 +16,8 @@ from dsv4core.model.shapes import PRESETS
 
 with_bindings = pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed.")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="It needs an sm_90 GPU.")
-FORMAT = cache_layout(PRESETS["v4_flash"], "fp8_ds_mla", "fp8").window
+SCALES = {"fp8_ds_mla": None, "bf16": None, "fp8_e4m3": (0.0375, 0.02)}
+"""Of the pools of a format, where it has some."""
 SCALE = 512**-0.5
 
 
@@ -47,22 +48,26 @@ def test_slices(blocks: int, tiles: int, due: int) -> None:
     assert slices(blocks, tiles) == due
 
 
-def pool(page_size: int, rows: int, random: torch.Generator) -> tuple[KVCache, torch.Tensor]:
-    """A pool in which half of the rows are NaN, and the slots of the others."""
-    pages = -(-rows // page_size)
-    cache = allocate_cache(FORMAT, pages, page_size, torch.device("cuda"))
-    cache.pool.fill_(0xFF)
-    used = torch.randperm(pages * page_size, generator=random)[: pages * page_size // 2].cuda()
+def pool(format: str, scale: float, size: int, random: torch.Generator) -> tuple[KVCache, torch.Tensor]:
+    """A pool of 4,000 rows in pages of `size`: half of them are NaN; and the slots of the others."""
+    layout, pages = cache_layout(PRESETS["v4_flash"], format, "fp8").window, -(-4000 // size)
+    factor = None if SCALES[format] is None else torch.tensor([scale], device="cuda")
+    cache = allocate_cache(layout, pages, size, torch.device("cuda"), scale=factor)
+    cache.pool.view(torch.uint8).fill_(0xFF)
+    used = torch.randperm(pages * size, generator=random)[: pages * size // 2].cuda()
     cache.write(used, torch.randn(len(used), 512, generator=random).cuda())
     return cache, used
 
 
 @on_a_gpu
-@pytest.mark.parametrize("f16", [False, True])
+@pytest.mark.parametrize(
+    ("format", "f16"),
+    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_e4m3", False), ("fp8_e4m3", True), ("bf16", False)],
+)
 @pytest.mark.parametrize("queries", [1, 5, 40, 200])
 @pytest.mark.parametrize("heads", [1, 8, 17, 64, 96, 128])
 @pytest.mark.parametrize("columns", [(128,), (128, 512), (70, 1), (200, 8320)])
-def test_attend(columns: tuple[int, ...], heads: int, queries: int, f16: bool) -> None:
+def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str, f16: bool) -> None:
     """Holes, a first tile of nothing, a query of nothing, large scores, infinite sinks, lengths."""
     from dsv4_plugin_hopper.attend import Pool, attend
 
@@ -72,8 +77,8 @@ def test_attend(columns: tuple[int, ...], heads: int, queries: int, f16: bool) -
     sinks = torch.randn(heads, generator=random).cuda() * 3
     sinks[0] = -math.inf
     pools = []
-    for size, width in zip((61, 64), columns, strict=False):
-        cache, used = pool(size, 4000, random)
+    for size, width, scale in zip((61, 64), columns, SCALES[format] or (1.0, 1.0), strict=False):
+        cache, used = pool(format, scale, size, random)
         slots = used[torch.randint(len(used), (queries, width), generator=random).cuda()].int()
         slots[(torch.rand(queries, width, generator=random) < 0.3).cuda()] = -1
         slots[0, :70] = -1

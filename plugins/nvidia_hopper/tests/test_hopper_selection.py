@@ -44,10 +44,12 @@ def test_refusals(changes: dict[str, Any], code: str, text: str) -> None:
     assert plugin.dsv4_unsupported_reasons(REQUEST) == []
 
 
-def test_plain_rows_are_refused() -> None:
-    assert plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype="fp8")).window.name == "fp8_ds_mla"
-    with pytest.raises(ConfigError, match="kv_cache_dtype=bf16 is not one that backend=hopper can"):
-        plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype="bf16"))
+def test_formats() -> None:
+    """Packed rows where FP8 is asked for; plain ones by their names."""
+    for asked, due in (("fp8", "fp8_ds_mla"), ("bf16", "bf16"), ("fp8_e4m3", "fp8_e4m3")):
+        assert plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype=asked)).window.name == due
+    with pytest.raises(ConfigError, match="kv_cache_dtype=fp32 is not one that backend=hopper can"):
+        plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype="fp32"))
 
 
 @pytest.mark.parametrize("lacking", ["", "it is not installed"])
