@@ -3,20 +3,20 @@
 // A block has up to 64 heads of one query and a slice of its keys, in tiles of 64 keys; the slices of a query form a
 // cluster and merge through distributed shared memory. 512 threads, four warp groups:
 //
-//   scores (2)  half of a tile's channels each: bring the rows two tiles ahead, turn codes into A fragments of wgmma,
-//               S^T = K Q^T with Q in shared memory, and write what they have turned as the V tile, 64 keys x 512
-//               channels, swizzled; pass each other the scores of half of the heads, and make these heads' weights
-//   sums (2)    O += P V, 256 channels each
+//   gather   brings rows to shared memory, two tiles ahead
+//   scores   turns codes into A fragments of wgmma, S^T = K Q^T with Q in shared memory, writes what it has turned as the V
+//            tile, 64 keys x 512 channels, swizzled, and makes weights
+//   sums (2) O += P V, 256 channels each
 //
-// A warp brings the rows that it reads, so that nobody else waits for them. The softmax has a reference that is raised only
-// when a score is 2^8 above it: O is almost never rescaled. Rows of bf16 are brought to where V is, and never turned.
+// The softmax has a reference that is raised only when a score is 2^8 above it: O is almost never rescaled. Rows of bf16
+// are brought to where V is, and never turned.
 
-#include "ptx.cuh"
+#include <ptx.cuh>
 
 enum Format { PACKED, CODES, WIDE };  // 448 codes with scales, and 64 bf16; 512 codes; 512 bf16
 
 constexpr int KEYS = 64, HEADS = 64, WIDTH = 512;
-constexpr int ROW = 576;           // of raw rows in shared memory: no two of eight lanes find theirs in one bank
+constexpr int ROW = 576;           // bytes of raw rows: no two of eight lanes find theirs in one bank
 constexpr float NOTHING = -1e30f;  // a reference before any key
 constexpr float SPARE = 8.f;       // bits by which a score may be above the reference
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
@@ -34,29 +34,34 @@ struct Pool {
 struct __align__(1024) Shared {
   u8 query[HEADS * WIDTH * 2];
   u8 values[KEYS * WIDTH * 2];
-  u8 raw[2][KEYS * ROW];  // WIDE: the second tile of values, and what is passed
-  u8 more[8192];
+  u8 raw[2][KEYS * ROW];  // WIDE: the second tile of values
   u8 weights[KEYS * HEADS * 2];
-  u8 scales[2][2][KEYS * 4];
+  u8 scales[2][KEYS * 8];
   float reference[HEADS], total[HEADS], partial[4][HEADS], factor[HEADS], share[8][HEADS];
-  int rescale[2];
-  u64 query_full, query_arranged, values_empty[4], weights_full, finished;
+  int rescale;
+  u64 query_full, query_arranged, rows_full[2], rows_empty[2], values_empty[4], weights_full, finished;
 };
 static_assert(sizeof(Shared) <= 227 << 10, "sm_90 has 227 KB for a block");
 
 // ------------------------------------------------------------------------------------------------- queries and slots
 
+// Where queries come first: nothing else does before they are arranged.
+template <int FORMAT> DEVICE u32 query_raw(Shared& shared) {
+  return FORMAT == WIDE ? shared_address(shared.raw) : shared_address(shared.values);
+}
+
 // Queries as the B operand. Within 64 channels they are in the order in which a thread has those of its keys.
 template <int FORMAT, bool F16> DEVICE void arrange_queries(Shared& shared, int warp, int lane, int heads) {
   const int half = lane >> 4, quarter = lane & 15;
+  const u32 raw = query_raw<FORMAT>(shared);
   wait(shared.query_full, 0);
 #pragma unroll 1
-  for (int two = warp; two < HEADS / 2; two += 8) {
+  for (int two = warp; two < HEADS / 2; two += 12) {
     const int head = two * 2 + half;
 #pragma unroll
     for (int group = 0; group < 8; ++group) {
       uint2 v = make_uint2(0, 0);
-      if (head < heads) v = load8(shared_address(shared.values) + head * 1024 + group * 128 + quarter * 8);
+      if (head < heads) v = load8(raw + head * 1024 + group * 128 + quarter * 8);
       const bool rotary = FORMAT == PACKED && group == 7;
       const int part = rotary ? (quarter >> 1) & 3 : quarter >> 2;
       const int step = rotary ? (quarter & 1) + 2 * (quarter >> 3) : quarter & 3;
@@ -90,8 +95,8 @@ struct Tiles {
 
 // --------------------------------------------------------------------------------------------------------------- rows
 
-// Half of the channels of a warp's 16 rows, whose slots lanes have, twice.
-template <int FORMAT, int HALF>
+// A warp's 16 rows, whose slots lanes have, twice.
+template <int FORMAT>
 DEVICE void bring_rows(Shared& shared, const Tiles& tiles, int tile, int slot, int warp, int lane) {
   const int stage = tile & 1;
   const bool mine = tiles.in_window(tile);
@@ -102,21 +107,34 @@ DEVICE void bring_rows(Shared& shared, const Tiles& tiles, int tile, int slot, i
   if (slot >= 0) {
     const u32 page = (u32)slot / page_size, offset = (u32)slot - page * page_size;
     const u8* base = rows + page * (mine ? tiles.window.page_stride : tiles.entries.page_stride);
-    row = (u64)(base + offset * BYTES), scales = (u64)(base + (i64)page_size * BYTES + offset * 8 + HALF * 4);
+    row = (u64)(base + offset * BYTES), scales = (u64)(base + (i64)page_size * BYTES + offset * 8);
   }
   const u32 raw = shared_address(shared.raw[stage]) + warp * 16 * ROW;
-  const u32 values = shared_address(shared.values) + stage * 65536 + HALF * 32768 + warp * 16 * 128;
-  constexpr int PIECES = FORMAT == WIDE ? 32 : FORMAT == PACKED && HALF ? 20 : 16;  // of a row, 16 bytes each
-#pragma unroll
+  const u32 values = shared_address(shared.values) + stage * 65536 + warp * 16 * 128;
+  constexpr int PIECES = BYTES / 16;  // of a row
+#pragma unroll 4
   for (int i = 0; i < PIECES / 2; ++i) {
     const int piece = i * 32 + lane, key = piece / PIECES, own = piece - key * PIECES;
     const u64 from = __shfl_sync(~0u, row, key);
-    const int place = HALF * (FORMAT == WIDE ? 512 : 256) + own * 16;
-    const u32 to = FORMAT == WIDE ? values + (own >> 3) * 8192 + key * 128 + (((own ^ key) & 7) << 4) : raw + key * ROW + place;
-    copy16(to, (from ? (const u8*)from : rows) + place, from != 0);
+    const u32 swizzled = values + (own >> 3) * 8192 + key * 128 + (((own ^ key) & 7) << 4);
+    copy16(FORMAT == WIDE ? swizzled : raw + key * ROW + own * 16, (from ? (const u8*)from : rows) + own * 16, from != 0);
   }
   if (FORMAT == PACKED && lane < 16)
-    copy4(shared_address(shared.scales[stage][HALF]) + (warp * 16 + lane) * 4, (const u8*)scales, slot >= 0);
+    copy8(shared_address(shared.scales[stage]) + (warp * 16 + lane) * 8, (const u8*)scales, slot >= 0);
+  arrive_after_copies(shared.rows_full[stage]);
+}
+
+template <int FORMAT> DEVICE void gather(Shared& shared, const Tiles& tiles, int warp, int lane) {
+  const int row = warp * 16 + (lane & 15);
+  int slot = tiles.slot(0, row);
+#pragma unroll 1
+  for (int tile = 0; tile < tiles.count; ++tile) {
+    const int coming = slot;
+    slot = tiles.slot(tile + 1, row);
+    if (FORMAT == WIDE && tile == 1) wait(shared.query_arranged, 0);
+    if (tile >= 2) wait(shared.rows_empty[tile & 1], ((tile >> 1) - 1) & 1);
+    bring_rows<FORMAT>(shared, tiles, tile, coming, warp, lane);
+  }
 }
 
 // A scale's byte, 127 more than its exponent, as a pair of factors. 0 and 255 have no bf16 of that form.
@@ -126,123 +144,104 @@ template <bool F16> DEVICE u32 factors(u32 byte) {
   return bits | (bits << 16);
 }
 
-// Eight channels of one key, for two products of 16 channels, as A fragments.
-template <int FORMAT, bool F16> DEVICE void fragments(u32 codes, u32 further, u32 byte, u32 (&a)[4]) {
-  of_codes<F16>(codes, a[0], a[1]), of_codes<F16>(further, a[2], a[3]);
+// 16 channels of one key, for four products of 16 channels, as A fragments: codes, or bf16.
+template <int FORMAT, bool F16> DEVICE void fragments(uint4 codes, u32 byte, u32 (&a)[8]) {
+  of_codes<F16>(codes.x, a[0], a[1]), of_codes<F16>(codes.y, a[2], a[3]);
+  of_codes<F16>(codes.z, a[4], a[5]), of_codes<F16>(codes.w, a[6], a[7]);
   if (FORMAT != PACKED) return;
   const u32 scale = factors<F16>(byte);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = times<F16>(a[i], scale);
+  for (int i = 0; i < 8; ++i) a[i] = times<F16>(a[i], scale);
 }
-template <bool F16> DEVICE void rotary(uint4 v, u32 (&a)[4]) {
-  a[0] = of_bf16<F16>(v.x), a[1] = of_bf16<F16>(v.y), a[2] = of_bf16<F16>(v.z), a[3] = of_bf16<F16>(v.w);
+template <bool F16> DEVICE void rotary(uint4 first, uint4 second, u32 (&a)[8]) {
+  a[0] = of_bf16<F16>(first.x), a[1] = of_bf16<F16>(first.y), a[2] = of_bf16<F16>(first.z), a[3] = of_bf16<F16>(first.w);
+  a[4] = of_bf16<F16>(second.x), a[5] = of_bf16<F16>(second.y);
+  a[6] = of_bf16<F16>(second.z), a[7] = of_bf16<F16>(second.w);
 }
+DEVICE u32 byte_of(uint2 scales, int group) { return ((group < 4 ? scales.x : scales.y) >> (8 * (group & 3))) & 255u; }
 
 // ------------------------------------------------------------------------------------------------------------- scores
 
-// Products of half of the channels, from raw rows, which become values.
-template <int FORMAT, bool F16, int HALF>
+// Which 64 channels come i-th: first those of which each group of sums reads first, as they are free first.
+DEVICE constexpr int order(int i) { return (i & 1) | ((i & 2) << 1) | ((i & 4) >> 1); }
+
+// Products of a tile from raw rows, which become values.
+template <int FORMAT, bool F16>
 DEVICE void multiply_codes(Shared& shared, int tile, int warp, int lane, float (&s)[32]) {
   const int stage = tile & 1, eighth = lane >> 2, quarter = lane & 3, key = warp * 16 + eighth;
-  const u64 queries = descriptor(shared_address(shared.query) + HALF * 32768, 16, 1024);
-  const u32 to = shared_address(shared.values) + HALF * 32768 + key * 128;
+  const u64 queries = descriptor(shared_address(shared.query), 16, 1024);
+  const u32 to = shared_address(shared.values) + key * 128;
   const u32 codes_place = ((2 * quarter) ^ eighth) << 4, rotary_place = (quarter ^ eighth) << 4;
-  const u32 from = shared_address(shared.raw[stage]) + key * ROW + HALF * 256 + 16 * quarter;
-  u32 scales = 0, others = 0;
+  const u32 from = shared_address(shared.raw[stage]) + key * ROW + 16 * quarter;
+  uint2 scales = make_uint2(0, 0), others = scales;
   if (FORMAT == PACKED) {
-    scales = load4(shared_address(shared.scales[stage][HALF]) + key * 4);
-    others = load4(shared_address(shared.scales[stage][HALF]) + key * 4 + 32);
+    scales = load8(shared_address(shared.scales[stage]) + key * 8);
+    others = load8(shared_address(shared.scales[stage]) + key * 8 + 64);
   }
-  uint4 first = load16(from), second = load16(from + 8 * ROW);  // of 64 channels, and of the key eight further
-  u32 a[2][4], b[2][4];
+  uint4 first = load16(from), second = load16(from + 8 * ROW), further, last;  // of a key, and of the one eight further
+  u32 a[2][8], b[2][8];
 #pragma unroll
-  for (int i = 0; i < 9; ++i) {  // 32 channels each
+  for (int i = 0; i < 9; ++i) {
     if (i < 8) {
-      u32(&x)[4] = a[i & 1];
-      u32(&y)[4] = b[i & 1];
+      const int group = order(i);
+      u32(&x)[8] = a[i & 1];
+      u32(&y)[8] = b[i & 1];
       if (i >= 2) products_wait<1>();
-      if (FORMAT == PACKED && HALF && i >= 6) {
-        rotary<F16>(first, x), rotary<F16>(second, y);
-        if (i == 6) first = load16(from + 256), second = load16(from + 256 + 8 * ROW);
+      if (FORMAT == PACKED && group == 7) {
+        rotary<F16>(first, further, x), rotary<F16>(second, last, y);
       } else {
-        const u32 byte = (scales >> (8 * (i >> 1))) & 255u, other = (others >> (8 * (i >> 1))) & 255u;
-        if (i & 1) {
-          fragments<FORMAT, F16>(first.z, first.w, byte, x), fragments<FORMAT, F16>(second.z, second.w, other, y);
-          if (i < 7) first = load16(from + (i + 1) * 32), second = load16(from + (i + 1) * 32 + 8 * ROW);
-        } else {
-          fragments<FORMAT, F16>(first.x, first.y, byte, x), fragments<FORMAT, F16>(second.x, second.y, other, y);
-        }
+        fragments<FORMAT, F16>(first, byte_of(scales, group), x), fragments<FORMAT, F16>(second, byte_of(others, group), y);
+        if (i < 7) first = load16(from + order(i + 1) * 64), second = load16(from + order(i + 1) * 64 + 8 * ROW);
+        if (FORMAT == PACKED && i == 6) further = load16(from + 512), last = load16(from + 512 + 8 * ROW);
       }
+      if (i == 7) arrive_once(shared.rows_empty[stage], lane);
       products_begin();
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        score<F16>(s, x[2 * k], y[2 * k], x[2 * k + 1], y[2 * k + 1], queries + (i >> 1) * 512 + (i & 1) * 4 + k * 2,
-                   (i | k) != 0);
+      for (int k = 0; k < 4; ++k)
+        score<F16>(s, x[2 * k], y[2 * k], x[2 * k + 1], y[2 * k + 1], queries + group * 512 + k * 2, (i | k) != 0);
       products_commit();
     }
     if (i == 0) continue;
     // Values are stored behind the next products, while those of the last tile are still read.
-    const int j = i - 1;
-    if (j % 4 == 0 && tile > 0) wait(shared.values_empty[2 * HALF + j / 4], (tile - 1) & 1);
-    const u32 place = FORMAT == PACKED && HALF && j >= 6 ? rotary_place ^ ((j & 1) << 6) : codes_place ^ ((j & 1) << 4);
-    const u32(&x)[4] = a[j & 1];
-    const u32(&y)[4] = b[j & 1];
-    store16(to + (j >> 1) * 8192 + place, x[0], x[1], x[2], x[3]);
-    store16(to + (j >> 1) * 8192 + place + 1024, y[0], y[1], y[2], y[3]);
+    const int before = order(i - 1);
+    if ((i & 1) && tile > 0) wait(shared.values_empty[before >> 1], (tile - 1) & 1);
+    const bool turned = FORMAT == PACKED && before == 7;
+    const u32 place = to + before * 8192 + (turned ? rotary_place : codes_place);
+    const u32 next = to + before * 8192 + (turned ? rotary_place ^ 64 : codes_place ^ 16);
+    const u32(&x)[8] = a[(i - 1) & 1];
+    const u32(&y)[8] = b[(i - 1) & 1];
+    store16(place, x[0], x[1], x[2], x[3]), store16(next, x[4], x[5], x[6], x[7]);
+    store16(place + 1024, y[0], y[1], y[2], y[3]), store16(next + 1024, y[4], y[5], y[6], y[7]);
   }
 }
 
 // The same from rows of bf16, which are values.
-template <int HALF> DEVICE void multiply_wide(Shared& shared, int tile, float (&s)[32]) {
+DEVICE void multiply_wide(Shared& shared, int tile, float (&s)[32]) {
   shared_for_products();
-  meet(1 + HALF, 128);
-  const u64 keys = descriptor(shared_address(shared.values) + (tile & 1) * 65536 + HALF * 32768, 16, 1024);
-  const u64 queries = descriptor(shared_address(shared.query) + HALF * 32768, 16, 1024);
+  meet(1, 128);
+  const u64 keys = descriptor(shared_address(shared.values) + (tile & 1) * 65536, 16, 1024);
+  const u64 queries = descriptor(shared_address(shared.query), 16, 1024);
   products_begin();
 #pragma unroll
-  for (int i = 0; i < 16; ++i) score_shared(s, keys + (i >> 2) * 512 + (i & 3) * 2, queries + (i >> 2) * 512 + (i & 3) * 2, i != 0);
+  for (int i = 0; i < 32; ++i)
+    score_shared(s, keys + (i >> 2) * 512 + (i & 3) * 2, queries + (i >> 2) * 512 + (i & 3) * 2, i != 0);
   products_commit();
 }
 
-// The scores of half of the heads: what this group has of them, and what the other has.
-template <int FORMAT, int HALF>
-DEVICE void pass(Shared& shared, int tile, int warp, int lane, const float (&s)[32], float (&t)[16]) {
-  // Raw rows have been read: a warp's 16 have 128 bytes of each half, in pieces that no two of 8 lanes find in one bank.
-  const int row = lane >> 1, piece = ((lane & 1) * 4) ^ (row & 7);
-  const u32 raw = shared_address(shared.raw[tile & 1]) + (warp * 16 + row) * ROW;
-  const u32 more = shared_address(shared.raw) + 65536 + warp * 2048 + lane * 16;
-  __syncwarp();
-#pragma unroll
-  for (int x = 0; x < 4; ++x) {
-    const int i = 16 * (1 - HALF) + 4 * x;
-    const u32 to = FORMAT == WIDE ? more + HALF * 8192 + x * 512 : raw + HALF * 256 + ((piece ^ x) << 4);
-    store16f(to, s[i], s[i + 1], s[i + 2], s[i + 3]);
-  }
-  meet(8 + warp, 64);
-#pragma unroll
-  for (int x = 0; x < 4; ++x) {
-    const u32 from = FORMAT == WIDE ? more + (1 - HALF) * 8192 + x * 512 : raw + (1 - HALF) * 256 + ((piece ^ x) << 4);
-    const float4 v = load16f(from);
-    const int i = 16 * HALF + 4 * x;
-    t[4 * x] = s[i] + v.x, t[4 * x + 1] = s[i + 1] + v.y, t[4 * x + 2] = s[i + 2] + v.z, t[4 * x + 3] = s[i + 3] + v.w;
-  }
-}
-
 // A raised reference: the same for all keys of the tile.
-template <int HALF>
-DEVICE void raise(Shared& shared, bool fresh, int warp, int lane, float (&t)[16], float (&sums)[8]) {
-  const int first = HALF * 32 + 2 * (lane & 3);
+DEVICE void raise(Shared& shared, bool fresh, int warp, int lane, float (&s)[32], float (&sums)[16]) {
+  const int first = 2 * (lane & 3);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float x = fmaxf(t[4 * i], t[4 * i + 2]), y = fmaxf(t[4 * i + 1], t[4 * i + 3]);
+  for (int i = 0; i < 8; ++i) {
+    float x = fmaxf(s[4 * i], s[4 * i + 2]), y = fmaxf(s[4 * i + 1], s[4 * i + 3]);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2)
       x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes)), y = fmaxf(y, __shfl_xor_sync(~0u, y, lanes));
     if (lane < 4) *(float2*)&shared.partial[warp][first + 8 * i] = make_float2(x, y);
   }
-  meet(1 + HALF, 128);
-  if (warp == 0) {
-    const int head = HALF * 32 + lane;
+  meet(1, 128);
+  if (warp < 2) {
+    const int head = warp * 32 + lane;
     float most = shared.partial[0][head];
 #pragma unroll
     for (int x = 1; x < 4; ++x) most = fmaxf(most, shared.partial[x][head]);
@@ -251,104 +250,85 @@ DEVICE void raise(Shared& shared, bool fresh, int warp, int lane, float (&t)[16]
     shared.reference[head] = raised;
     shared.factor[head] = exp2_of(old - raised);
     shared.share[0][head] = (fresh ? 0.f : old) - raised;
-    if (lane == 0) shared.rescale[HALF] = !fresh;
   }
-  meet(1 + HALF, 128);
+  if (warp == 0 && lane == 0) shared.rescale = !fresh;
+  meet(1, 128);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 8; ++i) {
     const float2 lower = load8f(shared_address(&shared.share[0][first + 8 * i]));
     const float2 faded = load8f(shared_address(&shared.factor[first + 8 * i]));
-    t[4 * i] += lower.x, t[4 * i + 2] += lower.x, t[4 * i + 1] += lower.y, t[4 * i + 3] += lower.y;
+    s[4 * i] += lower.x, s[4 * i + 2] += lower.x, s[4 * i + 1] += lower.y, s[4 * i + 3] += lower.y;
     sums[2 * i] *= faded.x, sums[2 * i + 1] *= faded.y;
   }
 }
 
 // Weights of a tile: 2^(score - reference), and their sums. `here`, `there`: whether a thread's two keys are there.
-template <int FORMAT, bool F16, int HALF>
+template <int FORMAT, bool F16>
 DEVICE void weights(Shared& shared, const Tiles& tiles, int tile, bool here, bool there, int warp, int lane, float scale,
-                    float (&t)[16], float (&sums)[8]) {
-  const u32 references = shared_address(&shared.reference[HALF * 32 + 2 * (lane & 3)]);
-  const bool fresh = !(*(volatile float*)&shared.reference[HALF * 32] > 0.1f * NOTHING);  // no key yet, for all heads
+                    float (&s)[32], float (&sums)[16]) {
+  const u32 references = shared_address(&shared.reference[2 * (lane & 3)]);
+  const bool fresh = !(*(volatile float*)&shared.reference[0] > 0.1f * NOTHING);  // no key yet, for all heads
   const float of_pool = FORMAT == CODES ? tiles.scale(tile) : 1.f;  // no bf16: it multiplies scores and weights
+  const float factor = scale * of_pool;
   float highest = -infinity();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (!here) t[4 * i] = t[4 * i + 1] = -infinity();
-    if (!there) t[4 * i + 2] = t[4 * i + 3] = -infinity();
+  for (int i = 0; i < 8; ++i) {
+    if (!here) s[4 * i] = s[4 * i + 1] = -infinity();
+    if (!there) s[4 * i + 2] = s[4 * i + 3] = -infinity();
     float2 reference = load8f(references + 32 * i);
     if (fresh) reference = make_float2(0.f, 0.f);
-    const float own = scale * of_pool;
-    t[4 * i] = fmaf(t[4 * i], own, -reference.x), t[4 * i + 2] = fmaf(t[4 * i + 2], own, -reference.x);
-    t[4 * i + 1] = fmaf(t[4 * i + 1], own, -reference.y), t[4 * i + 3] = fmaf(t[4 * i + 3], own, -reference.y);
-    highest = fmaxf(highest, fmaxf(fmaxf(t[4 * i], t[4 * i + 2]), fmaxf(t[4 * i + 1], t[4 * i + 3])));
+    s[4 * i] = fmaf(s[4 * i], factor, -reference.x), s[4 * i + 2] = fmaf(s[4 * i + 2], factor, -reference.x);
+    s[4 * i + 1] = fmaf(s[4 * i + 1], factor, -reference.y), s[4 * i + 3] = fmaf(s[4 * i + 3], factor, -reference.y);
+    highest = fmaxf(highest, fmaxf(fmaxf(s[4 * i], s[4 * i + 2]), fmaxf(s[4 * i + 1], s[4 * i + 3])));
   }
-  const bool above = fresh || any_of(1 + HALF, 128, highest > SPARE);
-  // Both halves of the sums read these heads' weights and factors.
-  if (tile > 0) wait(shared.values_empty[1], (tile - 1) & 1), wait(shared.values_empty[3], (tile - 1) & 1);
-  if (above) raise<HALF>(shared, fresh, warp, lane, t, sums);
-  else if (warp == 0 && lane == 0) shared.rescale[HALF] = 0;
+  const bool above = fresh || any_of(1, 128, highest > SPARE);
+  if (FORMAT == WIDE && tile > 0) wait(shared.values_empty[1], (tile - 1) & 1), wait(shared.values_empty[3], (tile - 1) & 1);
+  if (above) raise(shared, fresh, warp, lane, s, sums);
+  else if (warp == 0 && lane == 0) shared.rescale = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) t[i] = exp2_of(t[i]);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[2 * i] += t[4 * i] + t[4 * i + 2], sums[2 * i + 1] += t[4 * i + 1] + t[4 * i + 3];
-  if (FORMAT == CODES)
-#pragma unroll
-    for (int i = 0; i < 16; ++i) t[i] *= of_pool;
+  for (int i = 0; i < 32; ++i) s[i] = exp2_of(s[i]);
+  const float times = FORMAT == CODES ? of_pool : 1.f;
   const int matrix = lane >> 3, row = lane & 7;
-  const u32 to = shared_address(shared.weights) + HALF * 4096 + ((matrix >> 1) * 8 + row) * 128 +
-                 (((2 * warp + (matrix & 1)) ^ row) << 4);
+  const u32 to = shared_address(shared.weights) + ((matrix >> 1) * 8 + row) * 128 + (((2 * warp + (matrix & 1)) ^ row) << 4);
 #pragma unroll
-  for (int i = 0; i < 4; i += 2)
-    store_matrices_turned(to + i * 1024, pair<F16>(t[4 * i], t[4 * i + 1]), pair<F16>(t[4 * i + 2], t[4 * i + 3]),
-                          pair<F16>(t[4 * i + 4], t[4 * i + 5]), pair<F16>(t[4 * i + 6], t[4 * i + 7]));
+  for (int i = 0; i < 8; i += 2)
+    store_matrices_turned(to + i * 1024, pair<F16>(s[4 * i] * times, s[4 * i + 1] * times),
+                          pair<F16>(s[4 * i + 2] * times, s[4 * i + 3] * times),
+                          pair<F16>(s[4 * i + 4] * times, s[4 * i + 5] * times),
+                          pair<F16>(s[4 * i + 6] * times, s[4 * i + 7] * times));
   shared_for_products();
   arrive(shared.weights_full);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[2 * i] += s[4 * i] + s[4 * i + 2], sums[2 * i + 1] += s[4 * i + 1] + s[4 * i + 3];
 }
 
-template <int FORMAT, bool F16, int HALF>
-DEVICE void scores(Shared& shared, const Tiles& tiles, int warp, int lane, float scale) {
-  constexpr int AHEAD = FORMAT == WIDE ? 1 : 2;
-  const int row = warp * 16 + (lane & 15);
-  int slot = tiles.slot(0, row);
-  u32 valid = 0, coming = 0;  // keys of the warp
-  float sums[8];
+template <int FORMAT, bool F16>
+DEVICE void scores(Shared& shared, const Tiles& tiles, int warp, int lane, int heads, float scale) {
+  arrange_queries<FORMAT, F16>(shared, warp, lane, heads);
+  wait(shared.query_arranged, 0);
+  const int key = warp * 16 + (lane >> 2);
+  float sums[16];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sums[i] = 0.f;
-  auto bring_next = [&](int tile, int lane) {
-    valid = coming, coming = __ballot_sync(~0u, slot >= 0);
-    if (tile < tiles.count) bring_rows<FORMAT, HALF>(shared, tiles, tile, slot, warp, lane);
-    copies_commit();
-    slot = tiles.slot(tile + 1, row);
-  };
+  for (int i = 0; i < 16; ++i) sums[i] = 0.f;
+  bool here = tiles.slot(0, key) >= 0, there = tiles.slot(0, key + 8) >= 0;
 #pragma unroll 1
-  for (int tile = -AHEAD; tile < tiles.count; ++tile) {
-    const int own = anew(lane);
-    if (tile >= 0) {
-      float s[32], t[16];
-      copies_wait<AHEAD - 1>();
-      if (tile == 0) wait(shared.query_arranged, 0);
-      if (FORMAT == WIDE) {
-        multiply_wide<HALF>(shared, tile, s);
-        if (tile > 0) wait(shared.values_empty[2 * HALF + 1], (tile - 1) & 1);  // the next tile comes where the last was
-        bring_next(tile + 1, own);
-      } else {
-        multiply_codes<FORMAT, F16, HALF>(shared, tile, warp, own, s);
-      }
-      products_wait<0>();
-      pass<FORMAT, HALF>(shared, tile, warp, own, s, t);
-      const bool here = valid >> (own >> 2) & 1, there = valid >> ((own >> 2) + 8) & 1;
-      weights<FORMAT, F16, HALF>(shared, tiles, tile, here, there, warp, own, scale, t, sums);
-      meet(8 + warp, 64);  // both have read what was passed
-    }
-    if (FORMAT != WIDE || tile < 0) bring_next(tile + AHEAD, own);
+  for (int tile = 0; tile < tiles.count; ++tile) {
+    const bool next_here = tiles.slot(tile + 1, key) >= 0, next_there = tiles.slot(tile + 1, key + 8) >= 0;
+    float s[32];
+    wait(shared.rows_full[tile & 1], (tile >> 1) & 1);
+    if (FORMAT == WIDE) multiply_wide(shared, tile, s);
+    else multiply_codes<FORMAT, F16>(shared, tile, warp, lane, s);
+    products_wait<0>();
+    weights<FORMAT, F16>(shared, tiles, tile, here, there, warp, lane, scale, s, sums);
+    here = next_here, there = next_there;
   }
-  meet(1 + HALF, 128);
+  meet(1, 128);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 8; ++i) {
     float x = sums[2 * i], y = sums[2 * i + 1];
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes), y += __shfl_xor_sync(~0u, y, lanes);
-    if (lane < 4) *(float2*)&shared.partial[warp][HALF * 32 + 8 * i + 2 * lane] = make_float2(x, y);
+    if (lane < 4) *(float2*)&shared.partial[warp][8 * i + 2 * lane] = make_float2(x, y);
   }
 }
 
@@ -364,7 +344,7 @@ DEVICE void weigh(Shared& shared, int count, int part, int warp, int lane, float
   for (int tile = 0; tile < count; ++tile) {
     const u64 values = FORMAT == WIDE ? all + (tile & 1) * 4096 : all;
     wait(shared.weights_full, tile & 1);
-    if (*(volatile int*)&shared.rescale[warp >> 1]) {
+    if (*(volatile int*)&shared.rescale) {
       const float upper = shared.factor[warp * 16 + (lane >> 2)], lower = shared.factor[warp * 16 + (lane >> 2) + 8];
 #pragma unroll
       for (int i = 0; i < 32; ++i) o[4 * i] *= upper, o[4 * i + 1] *= upper, o[4 * i + 2] *= lower, o[4 * i + 3] *= lower;
@@ -380,6 +360,7 @@ DEVICE void weigh(Shared& shared, int count, int part, int warp, int lane, float
     if (lane == 0) arrive(shared.values_empty[2 * part]);
     products_wait<0>();
     if (lane == 0) arrive(shared.values_empty[2 * part + 1]);
+    if (FORMAT == WIDE && lane == 0) arrive(shared.rows_empty[tile & 1]);
   }
 }
 
@@ -473,8 +454,7 @@ DEVICE void write_merged(Shared& shared, float (&o)[128], int part, int warp, in
 template <int FORMAT, bool F16>
 DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_lengths, Pool entries,
                    const int* entry_lengths, const float* sinks, u16* out, float* lse, int all_heads, float scale) {
-  extern __shared__ __align__(1024) u8 memory[];
-  Shared& shared = *(Shared*)memory;
+  Shared& shared = *(Shared*)shared_memory();
   // Both of the shuffled number, which the compiler knows to be one of the warp.
   const int thread = threadIdx.x, lane = thread & 31, number = of_warp(thread >> 5);
   const int group = number >> 2, warp = number & 3;
@@ -485,12 +465,14 @@ DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_le
   const int seen = window_lengths ? __ldg(window_lengths + query) : window.length;  // on their way meanwhile
   const int found = entry_lengths ? __ldg(entry_lengths + query) : entries.length;
   if (thread == 0) {
-    barrier_init(shared.query_full, 1), barrier_init(shared.query_arranged, 256), barrier_init(shared.finished, 512);
-    barrier_init(shared.weights_full, 256);
+    barrier_init(shared.query_full, 1), barrier_init(shared.query_arranged, 384), barrier_init(shared.finished, 512);
+    barrier_init(shared.weights_full, 128);
+    for (int i = 0; i < 2; ++i) barrier_init(shared.rows_full[i], 128), barrier_init(shared.rows_empty[i], FORMAT == WIDE ? 8 : 4);
     for (int i = 0; i < 4; ++i) barrier_init(shared.values_empty[i], 4);
+    shared.rescale = 0;
     barriers_are_made();
     shared_for_products();
-    bring(shared_address(shared.values), q + query * q_stride + first_head * WIDTH, heads * WIDTH * 2, shared.query_full);
+    bring(query_raw<FORMAT>(shared), q + query * q_stride + first_head * WIDTH, heads * WIDTH * 2, shared.query_full);
   }
   if (thread >= 128 && thread < 128 + HEADS) shared.reference[thread - 128] = NOTHING;
   __syncthreads();
@@ -499,9 +481,8 @@ DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_le
   const int all = of_window + (entries.length + KEYS - 1) / KEYS, first = slice * all / slices;
   const Tiles tiles{window, entries, first, (slice + 1) * all / slices - first, of_window};
   if (group < 2) {
-    give_registers<96>();
-    if (group == 0) scores<FORMAT, F16, 0>(shared, tiles, warp, lane, scale);
-    else scores<FORMAT, F16, 1>(shared, tiles, warp, lane, scale);
+    if (group == 0) give_registers<32>(), gather<FORMAT>(shared, tiles, warp, lane);
+    else take_registers<160>(), scores<FORMAT, F16>(shared, tiles, warp, lane, heads, scale);
     arrive(shared.finished);
     if (slices > 1) cluster_meet(), cluster_meet();
     return;
@@ -509,7 +490,7 @@ DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_le
   take_registers<160>();
   float o[128];
   const int part = group - 2;
-  arrange_queries<FORMAT, F16>(shared, part * 4 + warp, lane, heads);
+  arrange_queries<FORMAT, F16>(shared, 4 + part * 4 + warp, lane, heads);
   weigh<FORMAT, F16>(shared, tiles.count, part, warp, lane, o);
   arrive(shared.finished);
   wait(shared.finished, 0);

@@ -88,10 +88,8 @@ def attend(
         *((heads, INT), (scale * LOG2_E, FLOAT)),
     )
     grid = slices(queries * blocks, tiles), blocks, queries
-    with torch.cuda.device(q.device):
-        kernel = compiled.function(kernel_name(window.cache.format.name, f16), q.device.index)
-        stream = torch.cuda.current_stream().cuda_stream
-        compiled.launch(kernel, stream, grid, THREADS, arguments)
+    name = kernel_name(window.cache.format.name, f16)
+    compiled.launch(name, q.device.index, grid, THREADS, arguments)
     return out, lse
 
 

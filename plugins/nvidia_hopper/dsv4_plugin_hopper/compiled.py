@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from cuda.bindings import driver, nvrtc
 
 from dsv4core.api import DSV4Error
@@ -56,30 +57,36 @@ def cubin() -> bytes:
 
 
 def launch(
-    kernel: Any, stream: int, grid: tuple[int, int, int], threads: int, arguments: tuple[tuple[Any, Any], ...]
+    name: str,
+    device: int,
+    grid: tuple[int, int, int],
+    threads: int,
+    arguments: tuple[tuple[Any, Any], ...],
 ) -> None:
-    """Launch a kernel whose first grid dimension is one cluster.
+    """Launch a kernel on the current stream of a device.
 
     Args:
-        kernel: From `function`.
-        stream: Its handle.
-        grid: Blocks.
+        name: Of the kernel.
+        device: Its number.
+        grid: Blocks; those of the first dimension are a cluster.
         threads: Of a block.
         arguments: Values and their C types.
 
     Raises:
         DSV4Error: The driver refuses.
     """
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = SHARED_BYTES, stream
-    cluster = driver.CUlaunchAttribute()
-    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = grid[0], 1, 1
-    config.attrs, config.numAttrs = [cluster], 1
-    values, types = zip(*arguments, strict=True)
-    _checked(driver.cuLaunchKernelEx(config, kernel, (values, types), 0))
+    with torch.cuda.device(device):
+        kernel, stream = function(name, device), torch.cuda.current_stream().cuda_stream
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = SHARED_BYTES, stream
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = grid[0], 1, 1
+        config.attrs, config.numAttrs = [cluster], 1
+        values, types = zip(*arguments, strict=True)
+        _checked(driver.cuLaunchKernelEx(config, kernel, (values, types), 0))
 
 
 def _compile(source: bytes, header: bytes) -> bytes:

@@ -10,13 +10,12 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 
+DEVICE u8* shared_memory() { extern __shared__ __align__(1024) u8 memory[]; return memory; }
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE int of_warp(int x) { return __shfl_sync(~0u, x, 0); }  // the compiler then knows it to be one of the warp
-// What follows from the result is made anew each time: where registers are few, it shall not be kept.
-DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
@@ -28,6 +27,13 @@ DEVICE void barrier_init(u64& barrier, int count) {
 DEVICE void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void arrive(u64& barrier) {
   asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(shared_address(&barrier)) : "memory");
+}
+DEVICE void arrive_once(u64& barrier, int lane) {  // when all lanes are here
+  __syncwarp();
+  if (lane == 0) arrive(barrier);
+}
+DEVICE void arrive_after_copies(u64& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 DEVICE void wait(u64& barrier, int parity) {
   asm volatile(
@@ -73,18 +79,8 @@ DEVICE void bring(u32 to, const void* from, u32 bytes, u64& barrier) {
 DEVICE void copy16(u32 to, const u8* from, bool some) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(some ? 16 : 0) : "memory");
 }
-DEVICE void copy4(u32 to, const u8* from, bool some) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(some ? 4 : 0) : "memory");
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void copies_wait() {  // and all lanes see what each has brought
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-  __syncwarp();
-}
-DEVICE u32 load4(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-  return v;
+DEVICE void copy8(u32 to, const u8* from, bool some) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(some ? 8 : 0) : "memory");
 }
 DEVICE uint2 load8(u32 a) {
   uint2 v;
@@ -101,17 +97,9 @@ DEVICE float2 load8f(u32 a) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
   return v;
 }
-DEVICE float4 load16f(u32 a) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory");
-  return v;
-}
 DEVICE void store4(u32 a, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 DEVICE void store16(u32 a, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-DEVICE void store16f(u32 a, float x, float y, float z, float w) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 #define MATRICES(MODE)                                                                                                \
   asm volatile("stmatrix.sync.aligned.m8n8.x4" MODE ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,42 +49,38 @@ def test_slices(blocks: int, tiles: int, due: int) -> None:
     assert slices(blocks, tiles) == due
 
 
-def pool(format: str, scale: float, size: int, random: torch.Generator) -> tuple[KVCache, torch.Tensor]:
+def pool(
+    format: str, scale: float, size: int, random: torch.Generator, device: torch.device
+) -> tuple[KVCache, torch.Tensor]:
     """A pool of 4,000 rows in pages of `size`: half of them are NaN; and the slots of the others."""
     layout, pages = cache_layout(PRESETS["v4_flash"], format, "fp8").window, -(-4000 // size)
-    factor = None if SCALES[format] is None else torch.tensor([scale], device="cuda")
-    cache = allocate_cache(layout, pages, size, torch.device("cuda"), scale=factor)
+    factor = None if SCALES[format] is None else torch.tensor([scale], device=device)
+    cache = allocate_cache(layout, pages, size, device, scale=factor)
     cache.pool.view(torch.uint8).fill_(0xFF)
-    used = torch.randperm(pages * size, generator=random)[: pages * size // 2].cuda()
-    cache.write(used, torch.randn(len(used), 512, generator=random).cuda())
+    used = torch.randperm(pages * size, generator=random)[: pages * size // 2].to(device)
+    cache.write(used, torch.randn(len(used), 512, generator=random).to(device))
     return cache, used
 
 
-@on_a_gpu
-@pytest.mark.parametrize(
-    ("format", "f16"),
-    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_e4m3", False), ("fp8_e4m3", True), ("bf16", False)],
-)
-@pytest.mark.parametrize("queries", [1, 5, 40, 200])
-@pytest.mark.parametrize("heads", [1, 8, 17, 64, 96, 128])
-@pytest.mark.parametrize("columns", [(128,), (128, 512), (70, 1), (200, 8320)])
-def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str, f16: bool) -> None:
-    """Holes, a first tile of nothing, a query of nothing, large scores, infinite sinks, lengths."""
+def check(
+    columns: tuple[int, ...], heads: int, queries: int, format: str, f16: bool, device: torch.device
+) -> None:
+    """Holes, a first tile and a query of nothing, large scores, infinite sinks, lengths; twice the same."""
     from dsv4_plugin_hopper.attend import Pool, attend
 
     random = torch.Generator().manual_seed(heads + queries)
-    q = torch.randn(queries, heads, 512, generator=random).bfloat16().cuda()
+    q = torch.randn(queries, heads, 512, generator=random).bfloat16().to(device)
     q[::3] *= 12
-    sinks = torch.randn(heads, generator=random).cuda() * 3
+    sinks = torch.randn(heads, generator=random).to(device) * 3
     sinks[0] = -math.inf
     pools = []
     for size, width, scale in zip((61, 64), columns, SCALES[format] or (1.0, 1.0), strict=False):
-        cache, used = pool(format, scale, size, random)
-        slots = used[torch.randint(len(used), (queries, width), generator=random).cuda()].int()
-        slots[(torch.rand(queries, width, generator=random) < 0.3).cuda()] = -1
+        cache, used = pool(format, scale, size, random, device)
+        slots = used[torch.randint(len(used), (queries, width), generator=random).to(device)].int()
+        slots[(torch.rand(queries, width, generator=random) < 0.3).to(device)] = -1
         slots[0, :70] = -1
         slots[queries // 2] = -1
-        lengths = torch.randint(width + 1, (queries,), generator=random).int().cuda()
+        lengths = torch.randint(width + 1, (queries,), generator=random).int().to(device)
         pools.append(Pool(cache, slots, lengths))
     for own_sinks in (sinks, None):
         out, lse = attend(q, pools, SCALE, own_sinks, want_lse=True, f16=f16)
@@ -102,6 +99,47 @@ def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str,
             assert lse is not None
             torch.testing.assert_close(lse[query], due_lse, rtol=2e-4, atol=2e-4)
             assert float((out[query].float() - due).norm()) <= 4e-3 * float(due.norm())
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    ("format", "f16"),
+    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_e4m3", False), ("fp8_e4m3", True), ("bf16", False)],
+)
+@pytest.mark.parametrize("queries", [1, 5, 40, 200])
+@pytest.mark.parametrize("heads", [1, 8, 17, 64, 96, 128])
+@pytest.mark.parametrize("columns", [(128,), (128, 512), (70, 1), (200, 8320)])
+def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str, f16: bool) -> None:
+    check(columns, heads, queries, format, f16, torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from hopper_on_a_cpu import library
+
+    return library(tmp_path_factory.mktemp("cpu"))
+
+
+@with_bindings
+@pytest.mark.parametrize("format", list(SCALES))
+@pytest.mark.parametrize(
+    ("columns", "heads", "queries"),
+    [((128, 512), 64, 2), ((128, 300), 17, 3), ((128, 128), 100, 2), ((70, 1), 8, 3), ((200, 900), 64, 1)],
+)
+def test_attend_on_a_cpu(
+    columns: tuple[int, ...],
+    heads: int,
+    queries: int,
+    format: str,
+    library: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels' own source, threads in an order of chance, in clusters of five, three, two, one, eight."""
+    from dsv4_plugin_hopper import compiled
+    from hopper_on_a_cpu import launcher
+
+    monkeypatch.setattr(compiled, "launch", launcher(library))
+    check(columns, heads, queries, format, False, torch.device("cpu"))
 
 
 @with_bindings
