@@ -10,7 +10,7 @@ JOB := plugins/engine_vllm/tests/engine
 FLASHINFER ?= ==0.6.18.post1
 ARGS ?=
 
-.PHONY: run test test-gpu test-gpu-flashmla test-gpu-flashinfer test-signatures sanitize test-vllm lint docs clean
+.PHONY: run test test-gpu test-gpu-flashmla test-gpu-flashinfer test-gpu-hopper test-signatures sanitize test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
@@ -29,15 +29,20 @@ test-gpu-flashmla: $(VENV)/.installed-dev
 test-gpu-flashinfer: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest plugins/nvidia_flashinfer/tests $(ARGS)
 
+test-gpu-hopper: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest plugins/nvidia_hopper/tests $(ARGS)
+
 # Calls of plugins against libraries that need no GPU to be imported: 30 MB, beside the venv.
 test-signatures: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/signatures \
 		"flashinfer-python$(FLASHINFER)" apache-tvm-ffi einops tabulate nvidia-ml-py
 	PYTHONPATH=build/signatures $(BIN)/python -m pytest plugins/nvidia_flashinfer/tests -k fit_the $(ARGS)
 
-# Every access of the kernels, where their reads and writes are checked one by one: minutes on an H200.
+# Every access of the kernels, where their reads and writes are checked one by one: minutes on an H200. For backtraces of the
+# host the tool would keep Python's frames, and all tensors in them; libraries ask the driver for what it may not have.
 sanitize: $(VENV)/.installed-dev
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --show-backtrace device --error-exitcode 1 \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		--show-backtrace device --report-api-errors no \
 		$(BIN)/python -m pytest -x tests/triton --deselect tests/triton/test_compiles.py $(ARGS)
 
 # vLLM's CPU build in a venv of its own: 3.5 GB, Python 3.11. 40 minutes on two cores without AVX-512.
@@ -72,7 +77,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm --editable plugins/nvidia_flashmla && \
+	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm --editable plugins/nvidia_flashmla \
+		--editable plugins/nvidia_hopper && \
 		$(BIN)/pip install --quiet --no-deps --editable plugins/nvidia_flashinfer # its kernels are gigabytes
 	touch $@ $(VENV)/.installed
 

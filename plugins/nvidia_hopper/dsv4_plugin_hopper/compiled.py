@@ -28,14 +28,15 @@ def function(name: str, device: int) -> Any:
     Raises:
         DSV4Error: It does not compile, or the driver does not take it.
     """
-    found = _checked(driver.cuModuleGetFunction(_module(device), name.encode()))
+    found = _checked(driver.cuModuleGetFunction(module(device), name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(found, attribute, SHARED_BYTES))
     return found
 
 
 @lru_cache
-def _module(device: int) -> Any:
+def module(device: int) -> Any:
+    """The kernels, loaded into the current context of a device."""
     return _checked(driver.cuModuleLoadData(cubin()))
 
 
