@@ -1,7 +1,7 @@
 """`dsv4 calibrate`: scales for plain FP8 caches and queries, from the values that a prompt's tokens have.
 
-The attention stack runs as in `dsv4 run`, with rows cached in the activation dtype. Of each layer the largest
-query and the largest row are looked up.
+The attention stack runs as in `dsv4 run`, without MLPs, with rows cached in the activation dtype. Of each
+layer the largest query and the largest row are looked up.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Extremes:
 
     def see_queries(self, q: torch.Tensor) -> None:
         """Enter queries, normalised and rotated."""
-        self.q = max(self.q, float(q.float().abs().max()))
+        self.q = _larger(self.q, q)
 
     def see_rows(self, cache: KVCache, slots: torch.Tensor) -> None:
         """Enter rows that a step has stored."""
         if bool((slots >= 0).any()):
-            self.kv = max(self.kv, float(cache.read(slots[slots >= 0]).abs().max()))
+            self.kv = _larger(self.kv, cache.read(slots[slots >= 0]))
 
     def scales(self) -> LayerScales:
         """The scales that leave the headroom; 1 where all values are zero.
@@ -51,6 +51,12 @@ class Extremes:
         if not math.isfinite(self.q + self.kv):
             raise CheckpointError("A query or a row is NaN or infinite; calibrate with dtype=float32.")
         return LayerScales(*(own * HEADROOM / LARGEST or 1.0 for own in (self.q, self.kv)))
+
+
+def _larger(most: float, values: torch.Tensor) -> float:
+    """The largest magnitude so far; NaN once there was one, which Python's `max` would drop."""
+    found = float(values.float().abs().amax())
+    return found if math.isnan(found) or found > most else most
 
 
 def calibrate(config: DSV4Config, out: str | None) -> int:

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from dsv4core.cli.calibrate import HEADROOM, LARGEST
+from dsv4core.api import CheckpointError
+from dsv4core.cli.calibrate import HEADROOM, LARGEST, Extremes
 from dsv4core.cli.main import main
 from dsv4core.model.scales import read_scales
 
@@ -36,6 +38,17 @@ def test_scales_are_measured_and_used(
     assert "no scales" not in scaled.err
     errors = [json.loads(run.out)["verify"]["rel_err"] for run in (plain, scaled)]
     assert errors[0] != errors[1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_values_that_have_no_scale(bad: float, place: int) -> None:
+    """First, between others, last."""
+    extremes = Extremes()
+    for index in range(3):
+        extremes.see_queries(torch.tensor([1.0, bad if index == place else 3.0]))
+    with pytest.raises(CheckpointError, match="A query or a row is NaN or infinite; calibrate with"):
+        extremes.scales()
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,18 @@ class SharedStep:
                 numbers, own, apart = table[turns[number]].flatten(), counts[turns[number]], width
             starts = torch.arange(len(own) + 1, dtype=torch.int32)
             wrapper.plan(
-                *(starts, starts * apart, numbers, own),
-                *(self._request.num_heads, self._request.model.head_dim, 0, 1, False),
-                *(self._request.model.softmax_scale, torch.bfloat16, self._dtype),
+                qo_indptr=starts,
+                kv_indptr=starts * apart,
+                kv_indices=numbers,
+                kv_len_arr=own,
+                num_heads=self._request.num_heads,
+                head_dim_ckv=self._request.model.head_dim,
+                head_dim_kpe=0,
+                page_size=1,
+                causal=False,
+                sm_scale=self._request.model.softmax_scale,
+                q_data_type=torch.bfloat16,
+                kv_data_type=self._dtype,
             )
         self._prepared = step.num_tokens
         if self._device.type == "cuda":
@@ -147,11 +156,10 @@ class SharedStep:
     def _counts(self, step: Step, most: int) -> torch.Tensor:
         """`[tokens]` int32 on the host: rows that each query attends; none of padding."""
         assert step.host_lengths is not None  # or the request would have been refused
-        positions = torch.full((step.num_tokens,), -1)
-        begin = 0
-        for query, total in zip(step.host_lengths.query, step.host_lengths.total, strict=True):
-            positions[begin : begin + query] = torch.arange(total - query, total)
-            begin += query
+        query, total = torch.tensor([step.host_lengths.query, step.host_lengths.total], dtype=torch.int64)
+        begin = query.cumsum(0) - query
+        own = torch.arange(int(query.sum())) + (total - query - begin).repeat_interleave(query)
+        positions = torch.nn.functional.pad(own, (0, step.num_tokens - len(own)), value=-1)
         window, *entries = ops.query_lengths(positions, WINDOW, self.kind.ratio, most)
         return window + entries[1] if entries else window
 

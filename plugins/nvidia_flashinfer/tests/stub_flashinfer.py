@@ -7,7 +7,7 @@ rows of a pool's memory.
 from __future__ import annotations
 
 import inspect
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,9 +144,12 @@ KERNELS = {"0.6.18": _without_offsets, "0.7.0": trtllm_batch_decode_sparse_mla_d
 
 
 def modules(version: str = "0.7.0") -> dict[str, ModuleType]:
-    """`flashinfer` and `flashinfer.mla`."""
-    package, mla = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
+    """`flashinfer`, `flashinfer.mla`, and where it looks for its kernels."""
+    names = ("flashinfer", "flashinfer.mla", "flashinfer.artifacts", "flashinfer.jit.env")
+    package, mla, artifacts, env = map(ModuleType, names)
+    vars(artifacts)["ArtifactPath"] = SimpleNamespace(TRTLLM_GEN_FMHA="2d6a5a/fmha/trtllm-gen/")
+    vars(env)["FLASHINFER_CUBIN_DIR"] = "nowhere"
     vars(package)["mla"] = mla
     vars(mla)["trtllm_batch_decode_sparse_mla_dsv4"] = KERNELS[version]
     vars(mla)["BatchMLAPagedAttentionWrapper"] = BatchMLAPagedAttentionWrapper
-    return {"flashinfer": package, "flashinfer.mla": mla}
+    return dict(zip(names, (package, mla, artifacts, env), strict=True))

@@ -51,6 +51,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         "backend.compressor=cute needs nvidia-cutlass-dsl, which is not installed.",
     )
     assert reason.fix == ("Run `pip install 'nvidia-cutlass-dsl>=4.6.2,<5'`, or set backend.compressor=core.")
+    monkeypatch.setattr(library, "installed", lambda name: "4.3.5")
+    (reason,) = library.cute_reasons("host", "cuda")
+    assert (reason.code, reason.text) == (
+        "package-version",
+        "backend.compressor=cute needs nvidia-cutlass-dsl>=4.6.2,<5, and 4.3.5 is installed.",
+    )
     (reason,) = library.cute_reasons("host", "rocm")
     assert reason.text == "backend.compressor=cute is for NVIDIA's GPUs, and this is rocm."
     assert list(library.cute_reasons("static", "cuda")) == []

@@ -77,6 +77,16 @@ def test_a_library_that_fits(with_library: ModuleType) -> None:
     assert list(library.reasons("host", "sm_90", "fa3", strided=True)) == []
 
 
+def test_a_library_of_later_plans(with_library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "installed", {library.DISTRIBUTION: "0.7.4"}.get)
+    (reason,) = library.reasons("host", "sm_90", "fa3", strided=False)
+    assert (reason.code, reason.text) == (
+        "package-version",
+        "flashinfer-python 0.7.4 is not one of >=0.6.18,<0.7, whose plans take the scales of several layers.",
+    )
+    assert reason.fix == "Run `pip install 'flashinfer-python>=0.6.18,<0.7'`, which sm_90 needs."
+
+
 def test_no_compiler(with_library: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     monkeypatch.setattr(library, "TOOLKIT", tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,11 +112,13 @@ def with_library(
 ) -> ModuleType:
     """FlashInfer 0.6.18 and its cubins are there."""
     nothing_installed[library.DISTRIBUTION] = "0.6.18.post1"
-    module = stub_flashinfer.modules()["flashinfer.mla"]
-    monkeypatch.setattr(library, "import_module", lambda name: module)
-    (tmp_path / "fmha.cubin").touch()
-    monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(tmp_path))
-    return module
+    modules = stub_flashinfer.modules()
+    monkeypatch.setattr(library, "import_module", modules.__getitem__)
+    monkeypatch.setattr(library.shutil, "which", lambda name: f"/usr/bin/{name}")
+    (tmp_path / "2d6a5a" / "fmha" / "trtllm-gen").mkdir(parents=True)
+    (tmp_path / "2d6a5a" / "fmha" / "trtllm-gen" / "one.cubin").touch()
+    vars(modules["flashinfer.jit.env"])["FLASHINFER_CUBIN_DIR"] = tmp_path
+    return modules["flashinfer.mla"]
 
 
 def test_a_library_that_fits(with_library: ModuleType) -> None:
@@ -124,13 +126,31 @@ def test_a_library_that_fits(with_library: ModuleType) -> None:
 
 
 def test_missing_cubins(with_library: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(tmp_path / "none"))
+    """Those of another version are there."""
+    (tmp_path / "2d6a5a").rename(tmp_path / "d79b5c")
     (reason,) = library.reasons("host", "sm_100", "trtllm-gen", strided=False)
     assert (reason.code, reason.fix) == (
         "artifact-missing",
         "Run `flashinfer download-cubin` where there is a network.",
     )
     assert list(library.reasons("static", "sm_100", "trtllm-gen", strided=False)) == []
+
+
+def test_no_compiler(
+    with_library: ModuleType,
+    nothing_installed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """What launches the kernels is compiled, or in a package."""
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (reason,) = library.reasons("host", "sm_100", "trtllm-gen", strided=False)
+    assert reason.text.endswith("for sm_100 at their first use, without nvcc or ninja.")
+    nothing_installed["flashinfer-jit-cache"] = "0.6.18.post1"
+    assert list(library.reasons("host", "sm_100", "trtllm-gen", strided=False)) == []
 
 
 def test_a_library_without_storage_offsets(with_library: ModuleType) -> None:
@@ -223,3 +243,29 @@ def test_mixed_steps(
     test_attention.compare(host, (700, 300, 64, 0), (1, 1, 5, 7))
     assert len(host.kind.state.launches) == (2 if launch == "split" else 1)
     assert len(host.kind.state.shared) == (0 if kind is C4A else 1)
+
+
+@pytest.mark.parametrize("kind", [SWA, C128A], ids=lambda kind: kind.name)
+def test_pages_apart_have_one_table_a_step(
+    stubbed: Subject, kind: LayerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on the plan makes it; what a plan made eagerly is made anew for a graph."""
+    host = Host(stubbed, Case(kind, heads=24, page_gap=3))
+    step, made = host.step((300,), (1,)), list[object]()
+    operations = host.kind.state._operations
+
+    def counted(*arguments: object) -> object:
+        made.append(arguments)
+        return operations.mixed_sparse_indices(*arguments)
+
+    others = vars(operations) | {"mixed_sparse_indices": counted}
+    monkeypatch.setattr(host.kind.state, "_operations", SimpleNamespace(**others))
+    for _ in range(3):
+        host.attend(step, host.query(step), None)
+    step = host.step((300,), (1,))
+    for _ in range(3):
+        host.attend(step, host.query(step), None)
+    assert len(made) == 2  # the first layer's of the first step, whose plan knew of tight pages alone
+    monkeypatch.setattr(host.kind.state, "_captures", lambda: True)
+    host.attend(step, host.query(step), None)
+    assert len(made) == 3

@@ -46,9 +46,9 @@ def compress(
     if projected.stride(0) % kernels.CHANNELS or projected.data_ptr() % 16:
         projected = projected.clone(memory_format=torch.contiguous_format)
     states, table = step.state[kind.name], step.compressed[kind.name]
-    kernel = compiled(
-        entries.pool.dtype, entries.scale is not None, kind, step.num_decode_requests == step.num_requests
-    )
+    chip = torch.cuda.get_device_capability(projected.device)
+    decodes = step.num_decode_requests == step.num_requests
+    kernel = compiled(entries.pool.dtype, entries.scale is not None, kind, decodes, chip)
     kernel(
         *map(
             _pointer_to,
@@ -71,8 +71,8 @@ def compress(
 
 
 @lru_cache
-def compiled(dtype: torch.dtype, scaled: bool, kind: LayerKind, keeps: bool) -> Any:
-    """The kernels of a format and a kind: `keeps` where all requests decode.
+def compiled(dtype: torch.dtype, scaled: bool, kind: LayerKind, keeps: bool, chip: tuple[int, int]) -> Any:
+    """The kernels of a format and a kind, for the current device, a `chip`: `keeps` where all decode.
 
     Takes what `kernels.launch` takes, without its constants.
     """
