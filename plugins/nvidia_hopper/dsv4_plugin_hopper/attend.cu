@@ -37,11 +37,12 @@ struct __align__(1024) Shared {
   u8 raw[2][KEYS * ROW];  // WIDE: the second tile of values
   u8 weights[KEYS * HEADS * 2];
   u8 scales[2][KEYS * 8];
-  float reference[HEADS], total[HEADS], partial[4][HEADS], factor[HEADS], share[8][HEADS];
+  float reference[HEADS], total[HEADS], partial[4][HEADS], factor[HEADS], lower[HEADS], share[8][HEADS];
   int rescale;
   u64 query_full, query_arranged, rows_full[2], rows_empty[2], values_empty[4], weights_full, finished;
 };
 static_assert(sizeof(Shared) <= 227 << 10, "sm_90 has 227 KB for a block");
+static_assert(sizeof(Shared::values) == 65536 && sizeof(Shared::raw) >= 65536, "values of WIDE are two tiles side by side");
 
 // ------------------------------------------------------------------------------------------------- queries and slots
 
@@ -162,7 +163,7 @@ DEVICE u32 byte_of(uint2 scales, int group) { return ((group < 4 ? scales.x : sc
 
 // ------------------------------------------------------------------------------------------------------------- scores
 
-// Which 64 channels come i-th: first those of which each group of sums reads first, as they are free first.
+// Which 64 channels come i-th, 0 1 4 5 2 3 6 7: first those which each group of sums reads first, as they are free first.
 DEVICE constexpr int order(int i) { return (i & 1) | ((i & 2) << 1) | ((i & 4) >> 1); }
 
 // Products of a tile from raw rows, which become values.
@@ -249,53 +250,57 @@ DEVICE void raise(Shared& shared, bool fresh, int warp, int lane, float (&s)[32]
     const float raised = fresh ? fmaxf(most, NOTHING) : old + fmaxf(most, 0.f);
     shared.reference[head] = raised;
     shared.factor[head] = exp2_of(old - raised);
-    shared.share[0][head] = (fresh ? 0.f : old) - raised;
+    shared.lower[head] = (fresh ? 0.f : old) - raised;
   }
   if (warp == 0 && lane == 0) shared.rescale = !fresh;
   meet(1, 128);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float2 lower = load8f(shared_address(&shared.share[0][first + 8 * i]));
+    const float2 lower = load8f(shared_address(&shared.lower[first + 8 * i]));
     const float2 faded = load8f(shared_address(&shared.factor[first + 8 * i]));
     s[4 * i] += lower.x, s[4 * i + 2] += lower.x, s[4 * i + 1] += lower.y, s[4 * i + 3] += lower.y;
     sums[2 * i] *= faded.x, sums[2 * i + 1] *= faded.y;
   }
 }
 
-// Weights of a tile: 2^(score - reference), and their sums. `here`, `there`: whether a thread's two keys are there.
+// Weights of a tile: 2^(score - reference), and their sums. `here`, `there`: whether a thread's two keys are there; `fresh`:
+// whether no key was before.
 template <int FORMAT, bool F16>
 DEVICE void weights(Shared& shared, const Tiles& tiles, int tile, bool here, bool there, int warp, int lane, float scale,
-                    float (&s)[32], float (&sums)[16]) {
+                    float (&s)[32], float (&sums)[16], bool& fresh) {
   const u32 references = shared_address(&shared.reference[2 * (lane & 3)]);
-  const bool fresh = !(*(volatile float*)&shared.reference[0] > 0.1f * NOTHING);  // no key yet, for all heads
   const float of_pool = FORMAT == CODES ? tiles.scale(tile) : 1.f;  // no bf16: it multiplies scores and weights
   const float factor = scale * of_pool;
   float highest = -infinity();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (!here) s[4 * i] = s[4 * i + 1] = -infinity();
-    if (!there) s[4 * i + 2] = s[4 * i + 3] = -infinity();
     float2 reference = load8f(references + 32 * i);
     if (fresh) reference = make_float2(0.f, 0.f);
     s[4 * i] = fmaf(s[4 * i], factor, -reference.x), s[4 * i + 2] = fmaf(s[4 * i + 2], factor, -reference.x);
     s[4 * i + 1] = fmaf(s[4 * i + 1], factor, -reference.y), s[4 * i + 3] = fmaf(s[4 * i + 3], factor, -reference.y);
+    if (!here) s[4 * i] = s[4 * i + 1] = -infinity();
+    if (!there) s[4 * i + 2] = s[4 * i + 3] = -infinity();
     highest = fmaxf(highest, fmaxf(fmaxf(s[4 * i], s[4 * i + 2]), fmaxf(s[4 * i + 1], s[4 * i + 3])));
   }
   const bool above = fresh || any_of(1, 128, highest > SPARE);
-  if (FORMAT == WIDE && tile > 0) wait(shared.values_empty[1], (tile - 1) & 1), wait(shared.values_empty[3], (tile - 1) & 1);
+  if (FORMAT == WIDE && tile > 0) {  // others have waited where they stored values
+    wait(shared.values_empty[1], (tile - 1) & 1);
+    wait(shared.values_empty[3], (tile - 1) & 1);
+  }
   if (above) raise(shared, fresh, warp, lane, s, sums);
   else if (warp == 0 && lane == 0) shared.rescale = 0;
+  if (fresh) fresh = !any_of(1, 128, here || there);
 #pragma unroll
   for (int i = 0; i < 32; ++i) s[i] = exp2_of(s[i]);
-  const float times = FORMAT == CODES ? of_pool : 1.f;
+  const float of_value = FORMAT == CODES ? of_pool : 1.f;
   const int matrix = lane >> 3, row = lane & 7;
   const u32 to = shared_address(shared.weights) + ((matrix >> 1) * 8 + row) * 128 + (((2 * warp + (matrix & 1)) ^ row) << 4);
 #pragma unroll
   for (int i = 0; i < 8; i += 2)
-    store_matrices_turned(to + i * 1024, pair<F16>(s[4 * i] * times, s[4 * i + 1] * times),
-                          pair<F16>(s[4 * i + 2] * times, s[4 * i + 3] * times),
-                          pair<F16>(s[4 * i + 4] * times, s[4 * i + 5] * times),
-                          pair<F16>(s[4 * i + 6] * times, s[4 * i + 7] * times));
+    store_matrices_turned(to + i * 1024, pair<F16>(s[4 * i] * of_value, s[4 * i + 1] * of_value),
+                          pair<F16>(s[4 * i + 2] * of_value, s[4 * i + 3] * of_value),
+                          pair<F16>(s[4 * i + 4] * of_value, s[4 * i + 5] * of_value),
+                          pair<F16>(s[4 * i + 6] * of_value, s[4 * i + 7] * of_value));
   shared_for_products();
   arrive(shared.weights_full);
 #pragma unroll
@@ -310,7 +315,7 @@ DEVICE void scores(Shared& shared, const Tiles& tiles, int warp, int lane, int h
   float sums[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) sums[i] = 0.f;
-  bool here = tiles.slot(0, key) >= 0, there = tiles.slot(0, key + 8) >= 0;
+  bool here = tiles.slot(0, key) >= 0, there = tiles.slot(0, key + 8) >= 0, fresh = true;
 #pragma unroll 1
   for (int tile = 0; tile < tiles.count; ++tile) {
     const bool next_here = tiles.slot(tile + 1, key) >= 0, next_there = tiles.slot(tile + 1, key + 8) >= 0;
@@ -319,7 +324,7 @@ DEVICE void scores(Shared& shared, const Tiles& tiles, int warp, int lane, int h
     if (FORMAT == WIDE) multiply_wide(shared, tile, s);
     else multiply_codes<FORMAT, F16>(shared, tile, warp, lane, s);
     products_wait<0>();
-    weights<FORMAT, F16>(shared, tiles, tile, here, there, warp, lane, scale, s, sums);
+    weights<FORMAT, F16>(shared, tiles, tile, here, there, warp, lane, scale, s, sums, fresh);
     here = next_here, there = next_there;
   }
   meet(1, 128);
@@ -357,10 +362,10 @@ DEVICE void weigh(Shared& shared, int count, int part, int warp, int lane, float
     for (int k = 0; k < 4; ++k) sum_128<F16, 64>(o, weights + k * 2, values + 1024 + k * 128);
     products_commit();
     products_wait<1>();
-    if (lane == 0) arrive(shared.values_empty[2 * part]);
+    arrive_once(shared.values_empty[2 * part], lane);
     products_wait<0>();
-    if (lane == 0) arrive(shared.values_empty[2 * part + 1]);
-    if (FORMAT == WIDE && lane == 0) arrive(shared.rows_empty[tile & 1]);
+    arrive_once(shared.values_empty[2 * part + 1], lane);
+    if (FORMAT == WIDE) arrive_once(shared.rows_empty[tile & 1], lane);
   }
 }
 
@@ -380,7 +385,7 @@ DEVICE void write_whole(Shared& shared, float (&o)[128], int part, int warp, int
     const float reference = shared.reference[head];
     if (lse && part == 0 && (lane & 3) == 0 && head < heads) lse[head] = log_sum(reference, total);
     if (sinks && head < heads) total += exp2_of(sinks[head] * LOG2_E - reference);
-    inverse[x] = total > 0.f ? 1.f / total : 0.f;
+    inverse[x] = total == 0.f ? 0.f : 1.f / total;
   }
   const int matrix = lane >> 3, turn = lane & 7, row = warp * 16 + (matrix & 1) * 8 + turn;
   const u32 to = shared_address(shared.values) + part * 32768 + row * 512;
@@ -390,7 +395,7 @@ DEVICE void write_whole(Shared& shared, float (&o)[128], int part, int warp, int
                    pair<false>(o[4 * i + 2] * inverse[1], o[4 * i + 3] * inverse[1]),
                    pair<false>(o[4 * i + 4] * inverse[0], o[4 * i + 5] * inverse[0]),
                    pair<false>(o[4 * i + 6] * inverse[1], o[4 * i + 7] * inverse[1]));
-  meet(5 + part, 128);
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int head = warp * 16 + i;
@@ -427,7 +432,7 @@ DEVICE void write_merged(Shared& shared, float (&o)[128], int part, int warp, in
     }
     if (lse && slice == 0 && thread < heads) lse[thread] = log_sum(highest, total);
     if (sinks && thread < heads) total += exp2_of(sinks[thread] * LOG2_E - highest);
-    const float inverse = total > 0.f ? 1.f / total : 0.f;
+    const float inverse = total == 0.f ? 0.f : 1.f / total;
     for (int x = 0; x < slices; ++x) shared.share[x][thread] *= inverse;
   }
   meet(5, 256);

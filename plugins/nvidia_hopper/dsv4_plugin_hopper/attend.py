@@ -16,7 +16,7 @@ from dsv4core.kvcache import KVCache
 KEYS, HEADS, THREADS = 64, 64, 512
 LOG2_E = 1.4426950408889634
 MOST_QUERIES = (1 << 16) - 1
-"""Blocks of a grid's third dimension."""
+"""Of a launch: blocks of a grid's third dimension."""
 SLICES = {8: 120, 5: 110, 4: 120, 3: 132, 2: 132}
 """Blocks of clusters of a size that an H200 holds at once."""
 
@@ -31,13 +31,17 @@ class Pool:
 
     Attributes:
         cache: Its rows, of one of `KERNELS`.
-        slots: `[queries, columns]` int32, -1 for none.
+        slots: `[queries, columns]` int32, columns side by side; -1 for none.
         lengths: `[queries]` int32: columns that count; None for all.
     """
 
     cache: KVCache
     slots: torch.Tensor
     lengths: torch.Tensor | None = None
+
+    def of(self, queries: slice) -> Pool:
+        """What some of the queries attend."""
+        return Pool(self.cache, self.slots[queries], None if self.lengths is None else self.lengths[queries])
 
 
 def attend(
@@ -63,20 +67,30 @@ def attend(
         `[queries, heads, 512]` bf16, and `[queries, heads]` fp32 or None.
 
     Raises:
-        ConfigError: Pages are apart by what cannot be loaded, or there are more queries than a grid has.
+        ConfigError: Pages are apart by what cannot be loaded.
     """
     queries, heads, width = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if want_lse else None
-    if not queries:
-        return out, lse
-    if queries > MOST_QUERIES:
-        raise ConfigError(
-            f"{queries:,} queries were given to a launch, which has {MOST_QUERIES:,} at most; lower "
-            "limits.max_tokens."
-        )
-    if q.stride(1) != width or q.stride(0) % 8 or q.data_ptr() % 16:
+    if q.stride()[1:] != (width, 1) or q.stride(0) % 8 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)
+    for first in range(0, queries, MOST_QUERIES):
+        turn = slice(first, first + MOST_QUERIES)
+        own = None if lse is None else lse[turn]
+        _launch(q[turn], [pool.of(turn) for pool in pools], scale, sinks, out[turn], own, f16)
+    return out, lse
+
+
+def _launch(
+    q: torch.Tensor,
+    pools: Sequence[Pool],
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    f16: bool,
+) -> None:
+    queries, heads, _ = q.shape
     window, *further = pools
     tiles = sum(-(-pool.slots.shape[1] // KEYS) for pool in pools)
     blocks = -(-heads // HEADS)
@@ -90,7 +104,6 @@ def attend(
     grid = slices(queries * blocks, tiles), blocks, queries
     name = kernel_name(window.cache.format.name, f16)
     compiled.launch(name, q.device.index, grid, THREADS, arguments)
-    return out, lse
 
 
 def kernel_name(format: str, f16: bool) -> str:

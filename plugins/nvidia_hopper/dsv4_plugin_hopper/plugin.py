@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dsv4core import libraries
@@ -86,6 +87,8 @@ def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
 def _reasons(request: Request) -> Iterator[Reason]:
     if request.platform == "cuda" and request.arch != "sm_90":
         yield Reason("arch", f"It is made for sm_90, and this is {request.arch}.", "Use backend=triton.")
+    elif request.platform == "cuda" and request.probe == "host" and libraries.installed("cuda-bindings"):
+        yield from _compiler_reasons()
     yield from libraries.deep_gemm_reasons()
     if request.model.head_dim != 512:
         text = f"Heads have {request.model.head_dim} channels, and its kernel has 512."
@@ -96,6 +99,15 @@ def _reasons(request: Request) -> Iterator[Reason]:
     if request.context_parallel > 1:
         text = f"context_parallel={request.context_parallel}, and a rank's kernel reads the whole context."
         yield Reason("parallel", text, "Set context_parallel=1.")
+
+
+def _compiler_reasons() -> Iterator[Reason]:
+    try:
+        import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except Exception as error:  # the library of another CUDA, or none
+        text = f"NVRTC, which compiles its kernels, cannot be loaded: {error}."
+        fix = "Run `pip install nvidia-cuda-nvrtc` for the CUDA that torch and cuda-bindings are of."
+        yield Reason("artifact-missing", text, fix)
 
 
 @hookimpl

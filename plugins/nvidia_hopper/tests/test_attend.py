@@ -79,15 +79,19 @@ def check(
         slots = used[torch.randint(len(used), (queries, width), generator=random).to(device)].int()
         slots[(torch.rand(queries, width, generator=random) < 0.3).to(device)] = -1
         slots[0, :70] = -1
-        slots[queries // 2] = -1
-        lengths = torch.randint(width + 1, (queries,), generator=random).int().to(device)
-        pools.append(Pool(cache, slots, lengths))
+        if queries > 2:
+            slots[queries // 2] = -1
+        lengths = torch.randint(width // 2, width + 1, (queries,), generator=random).int().to(device)
+        pools.append(Pool(cache, slots, None if queries == 2 else lengths))
     for own_sinks in (sinks, None):
         out, lse = attend(q, pools, SCALE, own_sinks, want_lse=True, f16=f16)
         again, _ = attend(q, pools, SCALE, own_sinks, f16=f16)
         assert torch.equal(out, again)
         for query in range(queries):
-            named = [own.slots[query, : int(own.lengths[query])] for own in pools]  # type: ignore[index, arg-type]
+            named = [
+                own.slots[query, : own.slots.shape[1] if own.lengths is None else int(own.lengths[query])]
+                for own in pools
+            ]
             rows = [own.cache.read(slots[slots >= 0]) for own, slots in zip(pools, named, strict=True)]
             keys = torch.cat(rows)
             scores = q[query].float() @ keys.T * SCALE
@@ -123,23 +127,59 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @with_bindings
 @pytest.mark.parametrize("format", list(SCALES))
 @pytest.mark.parametrize(
-    ("columns", "heads", "queries"),
-    [((128, 512), 64, 2), ((128, 300), 17, 3), ((128, 128), 100, 2), ((70, 1), 8, 3), ((200, 900), 64, 1)],
+    ("columns", "heads", "queries", "slices"),
+    [
+        ((128, 512), 64, 2, 5),
+        ((128, 300), 17, 3, 3),
+        ((128, 128), 100, 2, 2),
+        ((70, 1), 8, 3, 1),
+        ((200, 900), 64, 1, 8),
+        ((128, 640), 64, 2, 1),
+    ],
 )
 def test_attend_on_a_cpu(
     columns: tuple[int, ...],
     heads: int,
     queries: int,
+    slices: int,
     format: str,
     library: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernels' own source, threads in an order of chance, in clusters of five, three, two, one, eight."""
-    from dsv4_plugin_hopper import compiled
+    """The kernels' own source, threads in an order of chance, in clusters of some slices."""
+    from dsv4_plugin_hopper import attend, compiled
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
+    monkeypatch.setattr(attend, "slices", lambda items, tiles: slices)
     check(columns, heads, queries, format, False, torch.device("cpu"))
+
+
+@with_bindings
+@pytest.mark.parametrize("format", list(SCALES))
+def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query's head of NaN, a sink of NaN, a pool's scale of 0, launches in turns."""
+    from dsv4_plugin_hopper import attend, compiled
+    from hopper_on_a_cpu import launcher
+
+    monkeypatch.setattr(compiled, "launch", launcher(library))
+    monkeypatch.setattr(attend, "MOST_QUERIES", 1)
+    random, device = torch.Generator().manual_seed(1), torch.device("cpu")
+    q = torch.randn(2, 5, 512, generator=random).bfloat16()
+    cache, used = pool(format, 0.0, 64, random, device)
+    own = attend.Pool(cache, used[torch.randint(len(used), (2, 200), generator=random)].int())
+    due, _ = attend.attend(q, [own], SCALE, None)
+    assert bool(due.isfinite().all())
+    if format != "fp8_e4m3":
+        assert float(due.float().norm()) > 1
+    q[0, 0, 7] = float("nan")
+    sinks = torch.full((5,), -math.inf)
+    sinks[3] = float("nan")
+    out, _ = attend.attend(q, [own], SCALE, sinks)
+    assert bool(out[0, 0].isnan().all())
+    assert bool(out[:, 3].isnan().all())
+    assert torch.equal(out[0, [1, 2, 4]], due[0, [1, 2, 4]])
+    assert torch.equal(out[1, [0, 1, 2, 4]], due[1, [0, 1, 2, 4]])
 
 
 @with_bindings

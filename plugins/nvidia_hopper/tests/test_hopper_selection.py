@@ -44,6 +44,20 @@ def test_refusals(changes: dict[str, Any], code: str, text: str) -> None:
     assert plugin.dsv4_unsupported_reasons(REQUEST) == []
 
 
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> None:
+        raise RuntimeError(f"no library for {name}")
+
+    monkeypatch.setattr(plugin, "import_module", lacking)
+    monkeypatch.setattr(libraries, "installed", {"cuda-bindings": "13.0"}.get)
+    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, probe="host"))
+    assert (reason.code, reason.text) == (
+        "artifact-missing",
+        "NVRTC, which compiles its kernels, cannot be loaded: no library for cuda.bindings.nvrtc.",
+    )
+    assert reason.fix.startswith("Run `pip install nvidia-cuda-nvrtc` for the CUDA that torch")
+
+
 def test_formats() -> None:
     """Packed rows where FP8 is asked for; plain ones by their names."""
     for asked, due in (("fp8", "fp8_ds_mla"), ("bf16", "bf16"), ("fp8_e4m3", "fp8_e4m3")):
