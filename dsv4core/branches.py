@@ -15,8 +15,9 @@ MOST_TOKENS = 256
 """Query tokens of a step, beyond which one branch fills a GPU.
 
 Layers of C4A of V4-Flash with `backend=triton` on an H200, 65,536 tokens of context, one after the other and
-beside each other: 128.7 and 123.6 µs for one query token, 207.8 and 201.6 for 16, 267.0 and 261.0 for 64,
-421.3 and 415.2 for 128, 714.0 and 712.1 for 256; of C128A 1 µs less up to 128.
+beside each other, by a run whose rows are not kept: 128.7 and 123.6 µs for one query token, 207.8 and 201.6
+for 16, 267.0 and 261.0 for 64, 421.3 and 415.2 for 128, 714.0 and 712.1 for 256; of C128A 1 µs less up to
+128.
 """
 
 

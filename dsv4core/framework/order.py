@@ -15,10 +15,10 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
         "cuda": ("triton",),
         # By geometric means of C4A and C128A decode layers of 1 and 64 tokens on an H200 (docs/benchmarks.md)
         # flashmla takes 0.87 of triton's time with 128 heads, 0.99 with 64 (0.75 at 256 tokens), and with 32,
-        # 16 and 8 heads, which it pads, 1.03, 1.06 and 1.07. On plain rows flashinfer takes 1.22 (FP8), and
-        # 0.98 (bf16), behind minutes of compilation.
+        # 16 and 8 heads, which it pads as it does fewer, 1.03, 1.06 and 1.07. On plain rows flashinfer takes
+        # 1.21 (FP8), and 0.97 (bf16), behind minutes of compilation.
         "sm_90": ("flashmla", "triton", "flashinfer"),
-        **{f"sm_90_heads_{heads}": ("triton", "flashmla", "flashinfer") for heads in (8, 16, 32)},
+        **{f"sm_90_heads_{heads}": ("triton", "flashmla", "flashinfer") for heads in (1, 2, 4, 8, 16, 32)},
         # Not measured yet: no GPU of these has run any of them.
         "sm_100": ("flashinfer", "flashmla", "triton"),
         "sm_103": ("flashinfer", "triton"),

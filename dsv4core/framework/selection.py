@@ -205,9 +205,11 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
         own = answer(backend, "dsv4_unsupported_reasons", object, request=probed, options=options)
     if not (isinstance(own, (list, tuple)) and all(isinstance(reason, Reason) for reason in own)):
         raise broken(backend.record, "returned something else than Reasons from dsv4_unsupported_reasons")
+    arguments = {"request": request, "options": options}
+    if reasons and blind and not own:  # what a package would not help is said before it is installed
+        own = _refused_kv_cache(backend, **arguments)
     if reasons or own:
         return (*reasons, *own)
-    arguments = {"request": request, "options": options}
     with _refusal("kv-dtype"):
         layout = answer(backend, "dsv4_resolve_kv_cache", KVCacheLayout, **arguments)
     plans = {}
@@ -219,6 +221,14 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
     if lacking := plan_reasons(request, plans.values()):
         return lacking
     return Selection(request, backend, options, layout, MappingProxyType(plans))
+
+
+def _refused_kv_cache(backend: Backend, **arguments: Any) -> list[Reason]:
+    try:
+        answer(backend, "dsv4_resolve_kv_cache", KVCacheLayout, **arguments)
+    except ConfigError as error:
+        return [Reason("kv-dtype", str(error))]
+    return []
 
 
 @contextmanager

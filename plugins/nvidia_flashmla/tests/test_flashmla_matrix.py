@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -39,13 +40,17 @@ def poisoned(page_size: int, random: torch.Generator) -> tuple[KVCache, torch.Te
 
 
 def table(
-    used: torch.Tensor, tokens: int, width: int, lengths: bool, random: torch.Generator
+    used: torch.Tensor, tokens: int, width: int, lengths: bool, random: torch.Generator, multiple: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots with holes, a row of nothing, and how many columns of each row count: none of the first."""
+    """Slots with holes, a row of nothing, and columns of nothing up to a multiple; how many of a row count.
+
+    Those are all, or as chance has it, and none of the first row.
+    """
     slots = used[torch.randint(len(used), (tokens, width), generator=random).to(DEVICE)].int()
     slots[(torch.rand(tokens, width, generator=random) < 0.1).to(DEVICE)] = -1
     slots[tokens // 2] = -1
-    count = torch.full((tokens,), width)
+    slots = torch.nn.functional.pad(slots, (0, -width % multiple), value=-1)
+    count = torch.full((tokens,), slots.shape[1])
     if lengths:
         count = torch.randint(width + 1, (tokens,), generator=random)
         count[0] = 0
@@ -100,6 +105,7 @@ CASES = [
     for page in (2, 61, 64, 69, 576)
     for width in (64, 576, 2048)
 ]
+SOME = ((True, True, True), (True, False, False), (False, True, True))
 FEW = [(64, 4, 1, 64, 64), (128, 4, 3, 61, 128)]
 
 
@@ -112,11 +118,11 @@ def test_decode(stub: None, heads: int, batch: int, queries: int, page: int, wid
     q = values(tokens, heads, 512, random=random)
     multiple = 64 if heads == 64 else 128
     caches = [poisoned(size, random) for size in (page, 64)]
-    for more, lengths, with_sinks in ((True, True, True), (True, False, False), (False, True, True)):
-        widths = (-(-width // multiple) * multiple, 128)[: 1 + more]
+    every = product((True, False), repeat=3)
+    for more, lengths, with_sinks in every if page == 64 else SOME:
         pools = [
-            (cache, *table(used, tokens, columns, lengths, random))
-            for (cache, used), columns in zip(caches, widths, strict=False)
+            (cache, *table(used, tokens, columns, lengths, random, multiple))
+            for (cache, used), columns in zip(caches, (width, 128)[: 1 + more], strict=False)
         ]
         if more and not lengths:
             pools.reverse()  # the wide one, with pages of any size, is the further one

@@ -12,7 +12,8 @@ from dsv4_plugin_flashmla import library, plugin
 from dsv4_plugin_flashmla.plugin import FlashMLAOptions
 
 from dsv4core import libraries
-from dsv4core.api import ConfigError, Limits, PageSizes, Request
+from dsv4core.api import BackendUnavailable, ConfigError, Limits, PageSizes, Request
+from dsv4core.framework.selection import select
 from dsv4core.kvcache import KV_CACHE_DTYPES, accepted_dtypes, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS, layer_spec
 from dsv4core.testing.subject import Subject
@@ -70,6 +71,15 @@ def test_plain_rows_are_refused() -> None:
         assert (layout.window.name, layout.compressed.name) == ("fp8_ds_mla", "fp8_ds_mla")
     with pytest.raises(ConfigError, match="kv_cache_dtype=bf16 is not one that backend=flashmla can store"):
         plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype="bf16"))
+
+
+def test_plain_rows_are_refused_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both reasons at once, from a machine without a GPU."""
+    monkeypatch.setattr(libraries, "installed", lambda name: None)
+    with pytest.raises(BackendUnavailable) as caught:
+        select(replace(REQUEST, kv_cache_dtype="bf16"), "flashmla")
+    codes = [reason.code for reason in caught.value.decisions[0].reasons]
+    assert codes == ["package-missing", "kv-dtype"]
 
 
 def test_unknown_prefill() -> None:

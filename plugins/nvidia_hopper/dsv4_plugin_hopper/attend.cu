@@ -28,6 +28,7 @@ struct Pool {
   const float* scale;  // of CODES; none is 1
   const int* slots;
   i64 slot_stride;
+  const int* owners;  // each query's row of `slots`; none is its own
   int length;
 };
 
@@ -454,7 +455,7 @@ DEVICE void write_merged(Shared& shared, float (&o)[128], int part, int warp, in
 // ---------------------------------------------------------------------------------------------------------- a launch
 
 // Grid: slices (a cluster), blocks of 64 heads, queries. q, out: [queries, heads, 512] bf16; lse: [queries, heads] or
-// none; sinks: [heads] or none. A pool's slots: [queries, columns], -1 for none; lengths: [queries], or none for all
+// none; sinks: [heads] or none. A pool's slots: [queries or owners, columns], -1 for none; lengths: [queries], or none for all
 // columns. `scale` has log2(e) in it.
 template <int FORMAT, bool F16>
 DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_lengths, Pool entries,
@@ -466,7 +467,8 @@ DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_le
   const int slices = gridDim.x, slice = blockIdx.x, first_head = blockIdx.y * HEADS;
   const i64 query = blockIdx.z;
   const int heads = min(HEADS, all_heads - first_head);
-  window.slots += query * window.slot_stride, entries.slots += query * entries.slot_stride;
+  window.slots += (window.owners ? __ldg(window.owners + query) : query) * window.slot_stride;
+  entries.slots += (entries.owners ? __ldg(entries.owners + query) : query) * entries.slot_stride;
   const int seen = window_lengths ? __ldg(window_lengths + query) : window.length;  // on their way meanwhile
   const int found = entry_lengths ? __ldg(entry_lengths + query) : entries.length;
   if (thread == 0) {
@@ -509,14 +511,14 @@ DEVICE void attend(const u16* q, i64 q_stride, Pool window, const int* window_le
 #define ENTRY(NAME, FORMAT, F16)                                                                                       \
   extern "C" __global__ void __launch_bounds__(512, 1)                                                                 \
       NAME(const u16* q, i64 q_stride, const u8* rows, i64 page_stride, u32 page_size, const float* row_scale,         \
-           const int* slots, i64 slot_stride, const int* lengths, int columns, const u8* more_rows,                    \
+           const int* slots, i64 slot_stride, const int* owners, const int* lengths, int columns, const u8* more_rows, \
            i64 more_page_stride, u32 more_page_size, const float* more_scale, const int* more_slots,                   \
-           i64 more_slot_stride, const int* more_lengths, int more_columns, const float* sinks, u16* out, float* lse,  \
-           int heads, float scale) {                                                                                   \
-    attend<FORMAT, F16>(q, q_stride, Pool{rows, page_stride, page_size, row_scale, slots, slot_stride, columns},       \
-                        lengths,                                                                                       \
+           i64 more_slot_stride, const int* more_owners, const int* more_lengths, int more_columns,                    \
+           const float* sinks, u16* out, float* lse, int heads, float scale) {                                         \
+    attend<FORMAT, F16>(q, q_stride,                                                                                   \
+                        Pool{rows, page_stride, page_size, row_scale, slots, slot_stride, owners, columns}, lengths,   \
                         Pool{more_rows, more_page_stride, more_page_size, more_scale, more_slots, more_slot_stride,    \
-                             more_columns},                                                                            \
+                             more_owners, more_columns},                                                               \
                         more_lengths, sinks, out, lse, heads, scale);                                                  \
   }
 ENTRY(packed_bf16, PACKED, false)

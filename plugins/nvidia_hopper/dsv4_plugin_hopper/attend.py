@@ -33,15 +33,20 @@ class Pool:
         cache: Its rows, of one of `KERNELS`.
         slots: `[queries, columns]` int32, columns side by side; -1 for none.
         lengths: `[queries]` int32: columns that count; None for all.
+        owners: `[queries]` int32: each query's row of `slots`, where queries share rows; None for its own. A
+            query without a row has a length of 0.
     """
 
     cache: KVCache
     slots: torch.Tensor
     lengths: torch.Tensor | None = None
+    owners: torch.Tensor | None = None
 
     def of(self, queries: slice) -> Pool:
         """What some of the queries attend."""
-        return Pool(self.cache, self.slots[queries], None if self.lengths is None else self.lengths[queries])
+        slots = self.slots[queries] if self.owners is None else self.slots
+        lengths, owners = (None if own is None else own[queries] for own in (self.lengths, self.owners))
+        return Pool(self.cache, slots, lengths, owners)
 
 
 def attend(
@@ -126,13 +131,13 @@ def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
     return (
         *((cache.pool.data_ptr(), POINTER), (cache.page_stride_bytes, LONG), (cache.page_size, UNSIGNED)),
         *((_address(cache.scale), POINTER), (slots.data_ptr(), POINTER), (slots.stride(0), LONG)),
-        *((_address(pool.lengths), POINTER), (slots.shape[1], INT)),
+        *((_address(pool.owners), POINTER), (_address(pool.lengths), POINTER), (slots.shape[1], INT)),
     )
 
 
 def _nothing(like: Pool) -> tuple[tuple[Any, Any], ...]:
     """A pool of which no column is looked at."""
-    return (*_of_pool(like)[:6], (0, POINTER), (0, INT))
+    return (*_of_pool(like)[:6], (0, POINTER), (0, POINTER), (0, INT))
 
 
 def _address(tensor: torch.Tensor | None) -> int:

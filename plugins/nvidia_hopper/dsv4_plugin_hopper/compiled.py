@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +33,14 @@ def function(name: str, device: int) -> Any:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(found, attribute, SHARED_BYTES))
     return found
+
+
+def load(names: Iterable[str], device: torch.device) -> None:
+    """Compile kernels, and load them into the context of a device."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a context is current
+        for name in names:
+            function(name, torch.cuda.current_device())
 
 
 @lru_cache

@@ -26,10 +26,11 @@ from dsv4core.ops.o_proj.prepared import OutputProjection
 class SharedStep:
     """Tables of slots and their lengths, which each plan makes anew."""
 
-    def __init__(self, request: Request, kind: LayerKind, plan: LayerPlan) -> None:
+    def __init__(self, request: Request, kind: LayerKind, plan: LayerPlan, device: torch.device) -> None:
         """Keep what does not change."""
         self.kind, self._request = kind, request
         self._operations = core_operations(plan)
+        self._requests = torch.arange(request.limits.max_requests, dtype=torch.int32, device=device)
         self.window: torch.Tensor
         self.window_lengths: torch.Tensor
         self.entries: torch.Tensor | None = None
@@ -46,11 +47,12 @@ class SharedStep:
         )
         if not entries:
             return
-        visible, self.entry_lengths = entries
+        _, self.entry_lengths = entries
         if self.kind.select == "all":
-            table = step.compressed[self.kind.name]
-            place = (step.token_to_request, table.block_table, table.page_size)
-            self.entries = self._operations.visible_slots(visible, *place, width)
+            assert self.kind.ratio is not None
+            table, known = step.compressed[self.kind.name], step.seq_lens // self.kind.ratio
+            place = (self._requests[: step.num_requests], table.block_table, table.page_size)
+            self.entries = self._operations.visible_slots(known, *place, width)
 
     def chosen(self, selected: torch.Tensor, step: Step) -> torch.Tensor:
         """Slots of the entries that one layer has chosen."""
@@ -80,10 +82,7 @@ class Layer:
         self._projection = OutputProjection(
             layer, weights, core_operations(plan), deep_gemm=bool(plan.projection_dtype)
         )
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # a context is current
-            for name in KERNELS:  # the host has a format, and captures only what has been loaded
-                compiled.function(kernel_name(name, f16), torch.cuda.current_device())
+        compiled.load([kernel_name(name, f16) for name in KERNELS], device)  # captures need them loaded
 
     def forward_mqa(
         self,
@@ -98,9 +97,12 @@ class Layer:
         """Attend over the window and the selected entries, or all of them."""
         pools = [Pool(caches.window, kind_state.window, kind_state.window_lengths)]
         if caches.compressed is not None and kind_state.entry_lengths is not None:
-            slots = kind_state.entries if selected is None else kind_state.chosen(selected, step)
-            assert slots is not None
-            pools.append(Pool(caches.compressed, slots, kind_state.entry_lengths))
+            if selected is None:
+                assert kind_state.entries is not None
+                slots, owners = kind_state.entries, step.token_to_request
+            else:
+                slots, owners = kind_state.chosen(selected, step), None
+            pools.append(Pool(caches.compressed, slots, kind_state.entry_lengths, owners))
         sinks = self._sinks if apply_sink else None
         out, lse = attend(q, pools, self.layer.model.softmax_scale, sinks, want_lse, self._f16)
         return AttentionOutput(out, lse)

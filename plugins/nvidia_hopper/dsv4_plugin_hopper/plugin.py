@@ -125,14 +125,15 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: HopperOptions) 
     lacking = libraries.deep_gemm_lacking(request.probe)
     entries = layer.kind.visible_entries(limits.max_model_len)
     attended = min(model.index_topk, entries) if layer.kind.select == "top_k" else entries
-    tables = 4 * limits.max_tokens * (2 * (model.sliding_window + attended) + 8)
+    owners = limits.max_tokens if layer.kind.select == "top_k" else limits.max_requests
+    tables = 4 * limits.max_tokens * (2 * model.sliding_window + 8) + 8 * owners * attended
     product = f"the core ({lacking})" if lacking else "DeepGEMM"
     return LayerPlan(
         padded_q_heads=layer.num_heads,
         q_dtype="bfloat16",
         workspace_bytes=tables + 4 * limits.max_tokens * layer.num_heads + kernel_bytes(layer, limits),
         variant=f"{options.operands} operands, wo_a by {product}",
-        core_ops="triton",
+        core_ops="triton" if request.platform == "cuda" else "torch",
         projection_dtype="" if lacking else "float8_e4m3fn",
         branches=True,
     )
@@ -155,7 +156,7 @@ def dsv4_init_step_buffers(
     """What the layers of a kind share: tables of slots, and their lengths."""
     from dsv4_plugin_hopper.layer import SharedStep
 
-    return SharedStep(request, kind, plan)
+    return SharedStep(request, kind, plan, device)
 
 
 @hookimpl

@@ -117,13 +117,6 @@ def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str,
     check(columns, heads, queries, format, f16, torch.device("cuda"))
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from hopper_on_a_cpu import library
-
-    return library(tmp_path_factory.mktemp("cpu"))
-
-
 @with_bindings
 @pytest.mark.parametrize("format", list(SCALES))
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.test_attention import *  # noqa: F403
 from dsv4core.testing.suite.test_caches import *  # noqa: F403
 from dsv4core.testing.suite.test_contract import *  # noqa: F403
@@ -16,8 +15,3 @@ from dsv4core.testing.suite.test_projection import *  # noqa: F403
 from dsv4core.testing.suite.test_steps import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="It needs an sm_90 GPU.")
-
-
-@pytest.fixture
-def dsv4() -> Subject:
-    return Subject("hopper", device=torch.device("cuda"))
