@@ -1,8 +1,11 @@
-"""Whose schedule a call takes, where plans or calls are captured."""
+"""Whose schedule a call takes, where plans or calls are captured; whose memory it returns."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from dsv4core.api import SWA
 from dsv4core.testing.case import Case
@@ -32,3 +35,22 @@ def test_shared_by_what_is_captured_alike(
     assert (holder.made_for is not None if hasattr(holder, "made_for") else holder.have_initialized) == (
         planned == called
     )
+
+
+def test_the_kernels_own_memory_is_returned(dsv4: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decodes, which one call attends: nothing is copied."""
+    from dsv4_plugin_flashmla import calls
+
+    decode, returned = calls.decode, list[torch.Tensor]()
+
+    def kept(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = decode(*arguments)
+        returned.append(out)
+        return out, lse
+
+    monkeypatch.setattr(calls, "decode", kept)
+    host = Host(dsv4, Case(SWA, heads=40))
+    step = host.step((300, 20), (1, 1))
+    output = host.attend(step, host.query(step), None)
+    (out,) = returned
+    assert output.data.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
