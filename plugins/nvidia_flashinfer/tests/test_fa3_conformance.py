@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from dsv4core.api import C4A, C128A, SWA, LayerKind
+from dsv4core.testing.case import Case
+from dsv4core.testing.host import Host
 from dsv4core.testing.subject import Subject
 from dsv4core.testing.suite.test_attention import *  # noqa: F403
 from dsv4core.testing.suite.test_contract import *  # noqa: F403
@@ -21,3 +24,33 @@ del test_layer_of_real_size  # noqa: F821  half a minute each
 @pytest.fixture
 def dsv4(fa3: Subject) -> Subject:
     return fa3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="A trace of launches needs a GPU.")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("kind", "tables"), [(SWA, 1), (C4A, 3), (C128A, 1)], ids=["swa", "c4a", "c128a"])
+def test_launches_that_make_tables(fa3: Subject, kind: LayerKind, tables: int, captured: bool) -> None:
+    """A step's plan and three layers, in a trace: one table a step, and one a layer where layers choose."""
+    host = Host(fa3, Case(kind, heads=64, host_lengths=True, graph=captured))
+    step = host.step((700, 300), (1, 1))
+    q, selected = host.query(step), host.select(step)
+    host.attend(step, q, selected)  # from now on the plan knows how the pools lie
+
+    def once() -> None:
+        host.kind.plan_step(step)
+        for _ in range(3):
+            host.attend(step, q, selected)
+
+    host.kind.prepare_step(step)
+    once()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            once()
+        once = graph.replay
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        once()
+        torch.cuda.synchronize()
+    names = [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum(name.startswith("_number") for name in names) == tables, sorted(set(names))

@@ -24,7 +24,7 @@ def library(folder: Path) -> ctypes.CDLL:
         pytest.skip("No C++ compiler is installed.")
     made = folder / "launch.so"
     places = ("-I", str(HERE), "-I", str(compiled.SOURCE.parent))
-    options = ("-std=c++17", "-O2", "-w", "-shared", "-fPIC")
+    options = ("-std=c++17", "-O3", "-w", "-shared", "-fPIC")
     subprocess.run([compiler, *options, *places, str(HERE / "launch.cpp"), "-o", str(made)], check=True)
     return ctypes.CDLL(str(made))
 

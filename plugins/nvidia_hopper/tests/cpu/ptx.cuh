@@ -1,5 +1,6 @@
 // What `ptx.cuh` declares, on a CPU: every thread of a cluster is a fiber, in an order of chance; copies arrive and products
-// read at once or late, as chance has it; who waits for what never comes is named. bf16 operands only.
+// read at once or late, as chance has it, and products read nothing that no fence has shown them; who waits for what never
+// comes is named. bf16 operands only.
 #pragma once
 
 #include <ucontext.h>
@@ -50,9 +51,12 @@ struct Meeting {  // of so many threads, again and again; what they bring is the
   u32 brought[2][THREADS][4];
 };
 struct Barrier { int due = 0, pending = 0, phase = 0; };
+enum Writer : int { SHOWN = -2, COPY = -1 };  // or a thread's number
 struct Block {
   Index index;
   u8* shared;
+  std::vector<int> writers = std::vector<int>(SHARED / 16, SHOWN);  // of 16 bytes each, since the last fence of theirs
+  std::vector<u32> copied;
   std::map<u32, Barrier> barriers;
   Meeting warps[THREADS / 32], groups[THREADS / 128], numbered[16];
 };
@@ -65,6 +69,7 @@ struct Thread {
   std::function<bool()> ready;  // none: it can go on
   std::string waits;
   bool done = false;
+  std::vector<u32> written;
   std::vector<Task> copies;
   std::vector<std::vector<Task>> products{1};  // that have been committed together; the last are not yet
 };
@@ -109,6 +114,15 @@ template <class T> T read(u32 address) {
 template <class T> void write(u32 address, T value) {
   if (address % sizeof(T)) failed = "a write is not aligned";
   memcpy(at(address), &value, sizeof(T));
+  self->block->writers[address / 16] = self->number, self->written.push_back(address / 16);
+}
+// A thread's own writes, and copies that are there.
+inline void show() {
+  for (u32 piece : self->written)
+    if (self->block->writers[piece] == self->number) self->block->writers[piece] = SHOWN;
+  for (u32 piece : self->block->copied)
+    if (self->block->writers[piece] == COPY) self->block->writers[piece] = SHOWN;
+  self->written.clear(), self->block->copied.clear();
 }
 template <class T> T of_lane(T value, int source) {
   Meeting& own = warp();
@@ -120,7 +134,11 @@ template <class T> T of_lane(T value, int source) {
 inline void copy(u32 to, const u8* from, u32 bytes, bool some) {
   if (to % bytes || (some && (u64)from % bytes)) failed = "a copy is not aligned";
   u8* target = at(to);
-  auto land = [=] { if (some) memcpy(target, from, bytes); else memset(target, 0, bytes); };
+  Block* block = self->block;
+  auto land = [=] {
+    if (some) memcpy(target, from, bytes); else memset(target, 0, bytes);
+    block->writers[to / 16] = COPY, block->copied.push_back(to / 16);
+  };
   if (chance() % 2) land();
   else self->copies.push_back(land);
 }
@@ -154,7 +172,14 @@ inline float of_code(u32 code) {
   return code & 128 ? -value : value;
 }
 // An element of an operand: the 128-byte swizzle exchanges 16-byte pieces by the row of eight.
-inline float element(u32 address) { return of_bf16(read<u16>(address ^ ((address >> 7 & 7) << 4))); }
+inline float element(u32 address) {
+  address ^= (address >> 7 & 7) << 4;
+  const Block& block = *self->block;
+  if (block.writers[address / 16] != SHOWN) failed = "products read what no fence has shown them";
+  u16 bits;
+  memcpy(&bits, block.shared + address, 2);
+  return of_bf16(bits);
+}
 inline u32 start(u64 descriptor) { return (descriptor & 0x3fff) << 4; }
 inline u32 leading(u64 descriptor) { return (descriptor >> 16 & 0x3fff) << 4; }
 inline u32 stride(u64 descriptor) { return (descriptor >> 32 & 0x3fff) << 4; }
@@ -173,10 +198,13 @@ inline void matrices(u32 to, const u32 (&own)[4], bool turned) {
   memcpy(meeting.brought[meeting.turn & 1][lane()], own, 16);
   meeting.brought[meeting.turn & 1][32 + lane()][0] = to;
   const int turn = meet(meeting, 32, "stmatrix");
-  for (int matrix = lane() / 8, row = lane() % 8, column = 0; column < 8; ++column) {
-    const int i = turned ? column : row, j = turned ? row : column;
-    write<u16>(to + 2 * column, meeting.brought[turn][i * 4 + j / 2][matrix] >> (16 * (j & 1)));
+  u16 row[8];
+  for (int column = 0; column < 8; ++column) {
+    const int i = turned ? column : lane() % 8, j = turned ? lane() % 8 : column;
+    row[column] = meeting.brought[turn][i * 4 + j / 2][lane() / 8] >> (16 * (j & 1));
   }
+  uint4 whole;
+  memcpy(&whole, row, 16), write(to, whole);
 }
 
 inline void enter() {
@@ -329,7 +357,7 @@ template <int PENDING> DEVICE void products_wait() {
   machine::multiply_all_but(PENDING);
   machine::meet(machine::group(), 128, "products");
 }
-DEVICE void shared_for_products() {}
+DEVICE void shared_for_products() { machine::show(); }
 DEVICE u64 descriptor(u32 address, int leading, int stride) {
   return (u64)(address >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32;
 }
