@@ -69,14 +69,16 @@ def check(
     from dsv4_plugin_hopper.attend import Pool, attend
 
     random = torch.Generator().manual_seed(heads + queries)
-    q = torch.randn(queries, heads, 512, generator=random).bfloat16().to(device)
+    further = queries % 2  # heads and columns that others have between ours
+    q = torch.randn(queries, heads + further, 512, generator=random).bfloat16().to(device)[:, :heads]
     q[::3] *= 12
     sinks = torch.randn(heads, generator=random).to(device) * 3
     sinks[0] = -math.inf
     pools = []
     for size, width, scale in zip((61, 64), columns, SCALES[format] or (1.0, 1.0), strict=False):
         cache, used = pool(format, scale, size, random, device)
-        slots = used[torch.randint(len(used), (queries, width), generator=random).to(device)].int()
+        some = torch.randint(len(used), (queries, width + further), generator=random).to(device)
+        slots = used[some].int()[:, :width]
         slots[(torch.rand(queries, width, generator=random) < 0.3).to(device)] = -1
         slots[0, :70] = -1
         if queries > 2:
