@@ -24,10 +24,12 @@ from dsv4core.bench.timing import cache_bytes, measure_ceilings, microseconds
 from dsv4core.bench.workload import KINDS, Workload
 from dsv4core.cli.output import show, show_json_line
 from dsv4core.config import DSV4Config
+from dsv4core.framework.manager import Backend
 from dsv4core.framework.platform import machine_of, torch_device
 from dsv4core.framework.request import build_request, configured_shape, select_configured
 from dsv4core.framework.selection import Selection
 from dsv4core.hydra import compose, expand_sweeps
+from dsv4core.libraries import DEEP_GEMM
 
 
 def bench(words: Sequence[str]) -> int:
@@ -180,9 +182,17 @@ def _own_row(config: DSV4Config, operation: str, inputs: Inputs, ceilings: Ceili
         backend=selection.backend.name,
         model=_model(config),
         options={key: value for key, value in vars(selection.options).items() if key != "name"},
-        versions=versions() | {record.distribution: record.version},
+        versions=versions(*_libraries(selection.backend)) | {record.distribution: record.version},
         **timed,
     )
+
+
+def _libraries(backend: Backend) -> Iterator[str]:
+    """Distributions of the kernels that a plugin calls, where they are installed."""
+    for requirement in backend.info.requirements:
+        yield from (requirement.distribution, *requirement.alternatives)
+    if backend.record.distribution != "dsv4core":
+        yield from DEEP_GEMM
 
 
 def _peer_row(config: DSV4Config, peer: str, operation: str, inputs: Inputs, ceilings: Ceilings) -> Row:

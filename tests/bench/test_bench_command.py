@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4core.api import Requirement
 from dsv4core.bench.cost import Ceilings
 from dsv4core.bench.peers import PEERS
 from dsv4core.bench.rows import Row, load
 from dsv4core.bench.timing import measure_ceilings
-from dsv4core.cli.bench import _workloads
+from dsv4core.cli.bench import _libraries, _workloads
 from dsv4core.cli.main import main
 from dsv4core.config import BENCH_VALUES
 from dsv4core.framework.platform import Machine
 from dsv4core.framework.request import build_request, configured_shape
 from dsv4core.hydra import compose, expand_sweeps
+from dsv4core.libraries import DEEP_GEMM
 from dsv4core.presets import presets
 
 Capture = pytest.CaptureFixture[str]
@@ -59,6 +62,16 @@ def test_a_row(capsys: Capture) -> None:
     bytes_ = 2 * (584 * 192 + 2048 * 16)
     assert row["gbps"] == pytest.approx(bytes_ / row["us"] / 1e3, abs=0.01)
     assert row["versions"]["torch"] == torch.__version__
+
+
+def test_a_row_names_the_kernels_libraries() -> None:
+    """What a backend requires, by whichever name it is installed; DeepGEMM, which plugins share."""
+    record = SimpleNamespace(distribution="dsv4-plugin-acme")
+    needed = Requirement("acme", "acme-kernels", "pip install acme-kernels", alternatives=("acme-rocm",))
+    backend = SimpleNamespace(info=SimpleNamespace(requirements=(needed,)), record=record)
+    assert list(_libraries(backend)) == ["acme-kernels", "acme-rocm", *DEEP_GEMM]  # type: ignore[arg-type]
+    record.distribution = "dsv4core"
+    assert list(_libraries(backend)) == ["acme-kernels", "acme-rocm"]  # type: ignore[arg-type]
 
 
 def test_everything_can_be_measured(capsys: Capture) -> None:
