@@ -17,8 +17,8 @@ KEYS, HEADS, THREADS = 64, 64, 512
 LOG2_E = 1.4426950408889634
 MOST_QUERIES = (1 << 16) - 1
 """Of a launch: blocks of a grid's third dimension."""
-SLICES = {8: 120, 5: 110, 4: 120, 3: 132, 2: 132}
-"""Blocks of clusters of a size that an H200 holds at once."""
+SLICES = (8, 5, 4, 3, 2)
+"""Of a query's keys: those that were timed."""
 
 
 KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
@@ -106,8 +106,8 @@ def _launch(
         *((_address(sinks), POINTER), (out.data_ptr(), POINTER), (_address(lse), POINTER)),
         *((heads, INT), (scale * LOG2_E, FLOAT)),
     )
-    grid = slices(queries * blocks, tiles), blocks, queries
     name = kernel_name(window.cache.format.name, f16)
+    grid = slices(name, q.device.index, queries * blocks, tiles), blocks, queries
     compiled.launch(name, q.device.index, grid, THREADS, arguments)
 
 
@@ -116,9 +116,10 @@ def kernel_name(format: str, f16: bool) -> str:
     return f"{KERNELS[format]}_{'f16' if f16 and format != 'bf16' else 'bf16'}"
 
 
-def slices(blocks: int, tiles: int) -> int:
-    """How many slices a query's keys have: as many blocks as run at once, of two tiles or more."""
-    return next((size for size, most in SLICES.items() if size * blocks <= most and size <= tiles // 2), 1)
+def slices(kernel: str, device: int, items: int, tiles: int) -> int:
+    """How many slices the keys of each item have: of two tiles or more, if all clusters run at once."""
+    able = (size for size in SLICES if size <= tiles // 2)
+    return next((size for size in able if items <= compiled.clusters(kernel, device, size, THREADS)), 1)
 
 
 def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:

@@ -86,17 +86,30 @@ def launch(
         DSV4Error: The driver refuses.
     """
     with torch.cuda.device(device):
-        kernel, stream = function(name, device), torch.cuda.current_stream().cuda_stream
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = SHARED_BYTES, stream
-        cluster = driver.CUlaunchAttribute()
-        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = grid[0], 1, 1
-        config.attrs, config.numAttrs = [cluster], 1
+        kernel, config = function(name, device), _config(grid, threads)
+        config.hStream = torch.cuda.current_stream().cuda_stream
         values, types = zip(*arguments, strict=True)
         _checked(driver.cuLaunchKernelEx(config, kernel, (values, types), 0))
+
+
+@lru_cache
+def clusters(name: str, device: int, blocks: int, threads: int) -> int:
+    """How many clusters of so many blocks a device runs at once."""
+    with torch.cuda.device(device):
+        config = _config((blocks, 1, 1), threads)
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(function(name, device), config)))
+
+
+def _config(grid: tuple[int, int, int], threads: int) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = SHARED_BYTES
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = grid[0], 1, 1
+    config.attrs, config.numAttrs = [cluster], 1
+    return config
 
 
 def _compile(source: bytes, header: bytes) -> bytes:

@@ -51,6 +51,7 @@ def dsv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
     monkeypatch.setattr(compiled, "launch", launcher(request.getfixturevalue("library")))
     monkeypatch.setattr(compiled, "load", lambda names, device: None)
+    monkeypatch.setattr(compiled, "clusters", lambda name, device, blocks, threads: 132 // blocks)
     monkeypatch.setattr(libraries, "installed", lambda name: None)
     monkeypatch.setitem(__import__("sys").modules, "hopper_for_a_cpu", on_a_cpu())
     backends = {"reference": "dsv4core.backends.reference", "hopper": "hopper_for_a_cpu"}

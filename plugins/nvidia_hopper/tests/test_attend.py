@@ -20,6 +20,8 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="It needs an
 SCALES = {"fp8_ds_mla": None, "bf16": None, "fp8_e4m3": (0.0375, 0.02)}
 """Of the pools of a format, where it has some."""
 SCALE = 512**-0.5
+CLUSTERS = {8: 15, 5: 22, 4: 30, 3: 44, 2: 66}
+"""Of so many blocks, that an H200 runs at once."""
 
 
 def test_unknown_operands() -> None:
@@ -42,11 +44,12 @@ def test_unknown_operands() -> None:
         (1, 0, 1),
     ],
 )
-def test_slices(blocks: int, tiles: int, due: int) -> None:
-    """As many blocks as run at once."""
-    from dsv4_plugin_hopper.attend import slices
+def test_slices(blocks: int, tiles: int, due: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many clusters as run at once: an H200's."""
+    from dsv4_plugin_hopper import attend, compiled
 
-    assert slices(blocks, tiles) == due
+    monkeypatch.setattr(compiled, "clusters", lambda name, device, size, threads: CLUSTERS[size])
+    assert attend.slices("packed_bf16", 0, blocks, tiles) == due
 
 
 def pool(
@@ -146,7 +149,7 @@ def test_attend_on_a_cpu(
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
-    monkeypatch.setattr(attend, "slices", lambda items, tiles: slices)
+    monkeypatch.setattr(attend, "slices", lambda *arguments: slices)
     check(columns, heads, queries, format, False, torch.device("cpu"))
 
 
@@ -159,6 +162,7 @@ def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
     monkeypatch.setattr(attend, "MOST_QUERIES", 1)
+    monkeypatch.setattr(attend, "slices", lambda *arguments: 1)
     random, device = torch.Generator().manual_seed(1), torch.device("cpu")
     q = torch.randn(2, 5, 512, generator=random).bfloat16()
     cache, used = pool(format, 0.0, 64, random, device)
