@@ -30,6 +30,10 @@ SETS = (
         for dtype in ("bf16", "fp8_e4m3")
         for backend in ("flashinfer", "triton")
     ),
+    (
+        *("backend=flashinfer", "kv_cache_dtype=bf16", DECODE, "bench.op=[prepare_step]"),
+        *("bench.kind=[swa,c4a,c128a]", "bench.tokens=[1,64,512]"),
+    ),
     # The kernels of entries that `auto` chooses from.
     *(
         (

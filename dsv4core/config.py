@@ -26,6 +26,7 @@ BENCH_VALUES = {
             "inverse_rope_quant",
             "wq_b",
             "wo_b",
+            "prepare_step",
         ),
     ),
     "phase": ("decode", "prefill", "mixed"),

@@ -85,6 +85,7 @@ def costs(
     hidden = tokens * model.hidden_size * size
     scored = sum(kind.visible_entries(length) for length in workload.lengths)
     found = {
+        "prepare_step": Cost(0),
         "plan_step": Cost(4 * attended),
         "insert_kv": Cost(q + read_q + tokens * (width * size + layout.window.bytes_per_token)),
         "forward_mqa": Cost(read_q + q + rows, *products),

@@ -25,6 +25,7 @@ class Measured:
         layout: The cache formats that they read.
         captured: Whether their users capture them in graphs.
         q_dtype: Dtype of q where attention reads it; the activation dtype if empty.
+        host: Whether it is the host's time that counts.
     """
 
     operation: str
@@ -32,6 +33,7 @@ class Measured:
     layout: KVCacheLayout
     captured: bool = True
     q_dtype: str = ""
+    host: bool = False
 
 
 def measured(operation: str, inputs: Inputs) -> Measured:
@@ -44,8 +46,18 @@ def measured(operation: str, inputs: Inputs) -> Measured:
     chooses = operation.startswith("indexer") or operation == "mixed_table"
     if (operation == "compress" and kind.ratio is None) or (chooses and kind.select != "top_k"):
         raise Unmeasurable(f"{kind.name} layers have no {operation}; measure another kind.")
-    calls, layout = _MAKERS[operation](inputs), inputs.selection.layout
-    return Measured(operation, calls, layout, q_dtype=inputs.plan.q_dtype)
+    backend = inputs.selection.backend
+    if operation == "prepare_step" and not (inputs.plan.prepares and backend.implements("dsv4_prepare_step")):
+        raise Unmeasurable(
+            f"backend={backend.name} does nothing on the host before a step; leave prepare_step out."
+        )
+    calls, layout, host = _MAKERS[operation](inputs), inputs.selection.layout, operation == "prepare_step"
+    return Measured(operation, calls, layout, q_dtype=inputs.plan.q_dtype, host=host)
+
+
+def _prepare_step(inputs: Inputs) -> list[Call]:
+    turn = inputs.turns("prepare_step", calls=1 << 20)[0]  # lengths are what it takes time for
+    return [lambda: turn.kind.prepare_step(turn.step)]
 
 
 def _plan_step(inputs: Inputs) -> list[Call]:
@@ -248,6 +260,7 @@ def _attention(inputs: Inputs, count: int) -> list[DeepseekV4Attention]:
 
 
 _MAKERS: dict[str, Callable[[Inputs], list[Call]]] = {
+    "prepare_step": _prepare_step,
     "plan_step": _plan_step,
     "project": _project,
     "insert_kv": _stage("insert_kv", "insert_kv"),

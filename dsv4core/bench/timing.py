@@ -56,6 +56,21 @@ def microseconds(calls: Sequence[Call], device: torch.device, graph: bool) -> fl
     return statistics.median(times) / len(calls) * 1e3
 
 
+def host_microseconds(call: Call, device: torch.device) -> float:
+    """The median of the host's time for a call, each of which begins when the device has nothing to do.
+
+    What the device does behind it is not counted, unless the call waits for that.
+    """
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < SECONDS:
+        if device.type == "cuda":
+            _synchronise(device)
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """The bandwidth of a copy and the rates of matrix products, here and now."""
     gpu = device.type == "cuda"

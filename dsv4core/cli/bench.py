@@ -20,7 +20,7 @@ from dsv4core.bench.operations import Measured, measured
 from dsv4core.bench.peers import PEERS, check_peer, peer_version
 from dsv4core.bench.plots import check_plots, plot
 from dsv4core.bench.rows import Row, device_name, keep, versions
-from dsv4core.bench.timing import cache_bytes, measure_ceilings, microseconds
+from dsv4core.bench.timing import cache_bytes, host_microseconds, measure_ceilings, microseconds
 from dsv4core.bench.workload import KINDS, Workload
 from dsv4core.cli.output import show, show_json_line
 from dsv4core.config import DSV4Config
@@ -217,7 +217,11 @@ def _model(config: DSV4Config) -> str:
 def _timed(own: Measured, inputs: Inputs, graph: bool, ceilings: Ceilings) -> dict[str, Any]:
     """Time the calls: all fields of a row but those that say whose they are."""
     workload, spec, request = inputs.workload, inputs.spec, inputs.selection.request
-    us = microseconds(own.calls, inputs.device, graph)
+    graph = graph and not own.host
+    if own.host:
+        us = host_microseconds(own.calls[0], inputs.device)
+    else:
+        us = microseconds(own.calls, inputs.device, graph)
     cost = costs(spec, own.layout, workload, request.dtype, own.q_dtype)[own.operation]
     return {
         "op": own.operation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dsv4core.api import Requirement
+from dsv4core.bench import timing
 from dsv4core.bench.cost import Ceilings
 from dsv4core.bench.peers import PEERS
 from dsv4core.bench.rows import Row, load
@@ -41,6 +43,11 @@ def test_ceilings_are_measured() -> None:
     found = measure_ceilings(torch.device("cpu"), torch.float32)
     assert 0.5 < found.copy_gbps < 2000
     assert 1e-3 < found.matmul_tflops < 100
+
+
+def test_the_hosts_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SECONDS", 0.01)
+    assert 900 < timing.host_microseconds(lambda: time.sleep(1e-3), torch.device("cpu")) < 20_000
 
 
 def rows(capsys: Capture, *words: str) -> list[dict[str, object]]:
@@ -80,6 +87,7 @@ def test_everything_can_be_measured(capsys: Capture) -> None:
     measured = {(row["op"], row["phase"], row["kind"]) for row in found if row["backend"] == "reference"}
     chooses = {op for op in BENCH_VALUES["op"] if op.startswith("indexer")} | {"mixed_table"}
     lacking = {("compress", "swa"), *((op, kind) for op in chooses for kind in ("swa", "c128a"))}
+    lacking |= {("prepare_step", kind) for kind in BENCH_VALUES["kind"]}  # by the reference
     assert measured == {
         (op, phase, kind)
         for op in BENCH_VALUES["op"]

@@ -6,7 +6,8 @@ import inspect
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import stub_flashinfer
@@ -180,3 +181,23 @@ def test_layers_whose_pools_lie_apart(fa3: Subject) -> None:
         due, _ = host.expected(step, q, None, host.sinks)
         assert_attention(host.heads(host.attend(step, q, None)), due, step, host.plan.q_dtype)
     test_attention.compare(host, (701, 301), (1, 1))
+
+
+def test_the_hosts_work_is_measured(fa3: Subject) -> None:
+    """`bench.op=[prepare_step]`: the division of a step."""
+    from dsv4core.bench.operations import measured
+
+    host = Host(fa3, Case(C4A, heads=3, host_lengths=True))
+    step = host.step((700, 300), (1, 1))
+    prepared: list[Any] = []
+    turn = SimpleNamespace(kind=SimpleNamespace(prepare_step=prepared.append), step=step)
+    inputs = SimpleNamespace(
+        workload=SimpleNamespace(kind=C4A),
+        selection=host.selection,
+        plan=host.plan,
+        turns=lambda operation, calls: [turn],
+    )
+    own = measured("prepare_step", inputs)  # type: ignore[arg-type]
+    own.calls[0]()
+    assert own.host
+    assert prepared == [step]
