@@ -19,8 +19,6 @@ MOST_QUERIES = (1 << 16) - 1
 """Of a launch: blocks of a grid's third dimension."""
 SLICES = (8, 5, 4, 3, 2)
 """Of a query's keys: those that were timed."""
-
-
 KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
 """Of rows."""
 

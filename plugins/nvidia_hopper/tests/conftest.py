@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +46,7 @@ def dsv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     if torch.cuda.is_available():
         return Subject("hopper", device=torch.device("cuda"))
     if find_spec("cuda") is None:
-        pytest.skip("cuda-bindings is not installed.")
+        pytest.skip("cuda-bindings is not installed: there is no module `cuda`.")
     from dsv4_plugin_hopper import compiled
     from hopper_on_a_cpu import launcher
 
@@ -53,7 +54,7 @@ def dsv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     monkeypatch.setattr(compiled, "load", lambda names, device: None)
     monkeypatch.setattr(compiled, "clusters", lambda name, device, blocks, threads: 132 // blocks)
     monkeypatch.setattr(libraries, "installed", lambda name: None)
-    monkeypatch.setitem(__import__("sys").modules, "hopper_for_a_cpu", on_a_cpu())
+    monkeypatch.setitem(sys.modules, "hopper_for_a_cpu", on_a_cpu())
     backends = {"reference": "dsv4core.backends.reference", "hopper": "hopper_for_a_cpu"}
     declare_backends(tmp_path, "hopper_for_a_cpu", backends)
     isolate(tmp_path, monkeypatch)
