@@ -13,6 +13,7 @@ from dsv4_plugin_flashmla.plugin import FlashMLAOptions
 
 from dsv4core import libraries
 from dsv4core.api import BackendUnavailable, ConfigError, Limits, PageSizes, Request
+from dsv4core.framework import requirements
 from dsv4core.framework.selection import select
 from dsv4core.kvcache import KV_CACHE_DTYPES, accepted_dtypes, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS, layer_spec
@@ -76,6 +77,8 @@ def test_plain_rows_are_refused() -> None:
 def test_plain_rows_are_refused_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both reasons at once, from a machine without a GPU."""
     monkeypatch.setattr(libraries, "installed", lambda name: None)
+    monkeypatch.setattr(requirements, "_installed", lambda requirement: None)
+    monkeypatch.setattr(requirements, "_importable", lambda module: False)
     with pytest.raises(BackendUnavailable) as caught:
         select(replace(REQUEST, kv_cache_dtype="bf16"), "flashmla")
     codes = [reason.code for reason in caught.value.decisions[0].reasons]
