@@ -33,7 +33,7 @@ def dsv4(fa3: Subject) -> Subject:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("kind", "tables"), [(SWA, 1), (C4A, 3), (C128A, 1)], ids=["swa", "c4a", "c128a"])
 def test_launches_that_make_tables(fa3: Subject, kind: LayerKind, tables: int, captured: bool) -> None:
-    """A step's plan and three layers, launched or captured: one table a step, one a layer where layers choose."""
+    """A step and three layers, launched or captured: one table, or one a layer where layers choose."""
     from triton import knobs
 
     host = Host(fa3, Case(kind, heads=64, host_lengths=True, graph=captured))

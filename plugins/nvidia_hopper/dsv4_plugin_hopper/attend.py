@@ -15,10 +15,8 @@ from dsv4core.kvcache import KVCache
 
 KEYS, HEADS, THREADS = 64, 64, 512
 LOG2_E = 1.4426950408889634
-MOST_QUERIES = (1 << 16) - 1
-"""Of a launch: blocks of a grid's third dimension."""
-SLICES = (8, 5, 4, 3, 2)
-"""Of a query's keys: those that were timed."""
+MOST_SLICES = 16
+"""Of an item's keys: blocks of a cluster."""
 KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
 """Of rows."""
 
@@ -39,12 +37,6 @@ class Pool:
     slots: torch.Tensor
     lengths: torch.Tensor | None = None
     owners: torch.Tensor | None = None
-
-    def of(self, queries: slice) -> Pool:
-        """What some of the queries attend."""
-        slots = self.slots[queries] if self.owners is None else self.slots
-        lengths, owners = (None if own is None else own[queries] for own in (self.lengths, self.owners))
-        return Pool(self.cache, slots, lengths, owners)
 
 
 def attend(
@@ -77,36 +69,21 @@ def attend(
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if want_lse else None
     if q.stride()[1:] != (width, 1) or q.stride(0) % 8 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)
-    for first in range(0, queries, MOST_QUERIES):
-        turn = slice(first, first + MOST_QUERIES)
-        own = None if lse is None else lse[turn]
-        _launch(q[turn], [pool.of(turn) for pool in pools], scale, sinks, out[turn], own, f16)
-    return out, lse
-
-
-def _launch(
-    q: torch.Tensor,
-    pools: Sequence[Pool],
-    scale: float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    f16: bool,
-) -> None:
-    queries, heads, _ = q.shape
+    if queries == 0:
+        return out, lse
     window, *further = pools
     tiles = sum(-(-pool.slots.shape[1] // KEYS) for pool in pools)
-    blocks = -(-heads // HEADS)
+    items = queries * -(-heads // HEADS)
     arguments = (
         *((q.data_ptr(), POINTER), (q.stride(0), LONG)),
         *_of_pool(window),
         *(_of_pool(further[0]) if further else _nothing(window)),
         *((_address(sinks), POINTER), (out.data_ptr(), POINTER), (_address(lse), POINTER)),
-        *((heads, INT), (scale * LOG2_E, FLOAT)),
+        *((heads, INT), (items, INT), (scale * LOG2_E, FLOAT)),
     )
     name = kernel_name(window.cache.format.name, f16)
-    grid = slices(name, q.device.index, queries * blocks, tiles), blocks, queries
-    compiled.launch(name, q.device.index, grid, THREADS, arguments)
+    compiled.launch(name, q.device.index, grid(name, q.device.index, items, tiles), THREADS, arguments)
+    return out, lse
 
 
 def kernel_name(format: str, f16: bool) -> str:
@@ -114,10 +91,15 @@ def kernel_name(format: str, f16: bool) -> str:
     return f"{KERNELS[format]}_{'f16' if f16 and format != 'bf16' else 'bf16'}"
 
 
-def slices(kernel: str, device: int, items: int, tiles: int) -> int:
-    """How many slices the keys of each item have: of two tiles or more, if all clusters run at once."""
-    able = (size for size in SLICES if size <= tiles // 2)
-    return next((size for size in able if items <= compiled.clusters(kernel, device, size, THREADS)), 1)
+def grid(kernel: str, device: int, items: int, tiles: int) -> tuple[int, int, int]:
+    """Slices of each item's keys, as few as have the fewest tiles each, if all run at once; and blocks."""
+    at_once = {
+        size: compiled.clusters(kernel, device, size, THREADS)
+        for size in range(1, max(min(tiles, MOST_SLICES), 1) + 1)
+    }
+    able = [size for size, clusters in at_once.items() if items <= clusters]
+    slices = min(able, key=lambda size: (-(-tiles // size), size), default=1)
+    return slices, min(items, at_once[slices]), 1
 
 
 def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
@@ -128,7 +110,8 @@ def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
             "give pools and strides of whole 16 bytes, or use backend=triton."
         )
     return (
-        *((cache.pool.data_ptr(), POINTER), (cache.page_stride_bytes, LONG), (cache.page_size, UNSIGNED)),
+        *((cache.pool.data_ptr(), POINTER), (cache.page_stride_bytes, LONG)),
+        *((number, UNSIGNED) for number in (cache.page_size, *quotient(cache.page_size))),
         *((_address(cache.scale), POINTER), (slots.data_ptr(), POINTER), (slots.stride(0), LONG)),
         *((_address(pool.owners), POINTER), (_address(pool.lengths), POINTER), (slots.shape[1], INT)),
     )
@@ -136,7 +119,13 @@ def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
 
 def _nothing(like: Pool) -> tuple[tuple[Any, Any], ...]:
     """A pool of which no column is looked at."""
-    return (*_of_pool(like)[:6], (0, POINTER), (0, POINTER), (0, INT))
+    return (*_of_pool(like)[:8], (0, POINTER), (0, POINTER), (0, INT))
+
+
+def quotient(divisor: int) -> tuple[int, int]:
+    """A factor and a shift: n // divisor is n * factor >> shift, n below 2^31 (Granlund, Montgomery 1994)."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -30,8 +30,11 @@ def function(name: str, device: int) -> Any:
         DSV4Error: It does not compile, or the driver does not take it.
     """
     found = _checked(driver.cuModuleGetFunction(module(device), name.encode()))
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(found, attribute, SHARED_BYTES))
+    attributes = driver.CUfunction_attribute
+    most_bytes = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    large_clusters = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED  # above 8
+    for attribute, value in ((most_bytes, SHARED_BYTES), (large_clusters, 1)):
+        _checked(driver.cuFuncSetAttribute(found, attribute, value))
     return found
 
 

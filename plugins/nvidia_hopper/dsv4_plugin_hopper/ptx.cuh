@@ -16,6 +16,10 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE int of_warp(int x) { return __shfl_sync(~0u, x, 0); }  // the compiler then knows it to be one of the warp
+// What follows from the result is made anew each time: where registers are few, it shall not be kept.
+DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+DEVICE u32 lanes_of(bool mine) { return __ballot_sync(~0u, mine); }
+DEVICE bool all_of_warp(bool mine) { return __all_sync(~0u, mine); }
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
@@ -41,14 +45,11 @@ DEVICE void wait(u64& barrier, int parity) {
       "bra AGAIN;\nREADY:\n}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 DEVICE void meet(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-DEVICE bool any_of(int number, int threads, bool mine) {
-  int found;
-  asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q;}"
-               : "=r"(found) : "r"(number), "r"(threads), "r"((int)mine) : "memory");
-  return found;
-}
 DEVICE void cluster_meet() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE void cluster_leave() {  // nothing that was written is shown
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // ------------------------------------------------------------------------------------------------------------- memory
@@ -69,18 +70,17 @@ DEVICE float4 remote_float4(u32 address) {
                : "r"(address) : "memory");
   return v;
 }
-// One thread brings bytes, whose arrival a barrier of one waits for.
-DEVICE void bring(u32 to, const void* from, u32 bytes, u64& barrier) {
-  const u32 at = shared_address(&barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(at) : "memory");
-}
 DEVICE void copy16(u32 to, const u8* from, bool some) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(some ? 16 : 0) : "memory");
 }
 DEVICE void copy8(u32 to, const u8* from, bool some) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(some ? 8 : 0) : "memory");
+}
+DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void copies_wait() {  // and all lanes see what each has brought
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+  __syncwarp();
 }
 DEVICE uint2 load8(u32 a) {
   uint2 v;
@@ -92,20 +92,12 @@ DEVICE uint4 load16(u32 a) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
   return v;
 }
-DEVICE float2 load8f(u32 a) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
-  return v;
-}
 DEVICE void store4(u32 a, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
-DEVICE void store16(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+DEVICE void store8(u32 a, u32 x, u32 y) { asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory"); }
+DEVICE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
-#define MATRICES(MODE)                                                                                                \
-  asm volatile("stmatrix.sync.aligned.m8n8.x4" MODE ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), \
-               "r"(c), "r"(d) : "memory")
-DEVICE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) { MATRICES(""); }
-DEVICE void store_matrices_turned(u32 to, u32 a, u32 b, u32 c, u32 d) { MATRICES(".trans"); }
 
 // ---------------------------------------------------------------------------------------------- operands: bf16 or f16
 
@@ -154,7 +146,7 @@ DEVICE u64 descriptor(u32 address, int leading, int stride) {  // 128-byte swizz
 #define P64                                                                                                    \
   P32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
       "%58,%59,%60,%61,%62,%63"
-// 64 keys x 64 heads: A in registers, B shared and K-major.
+// 64 heads x 64 keys: A in registers, B shared and K-major.
 #define SCORE(TYPE)                                                                                               \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE  \
                " {" P32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"                                              \
@@ -162,10 +154,12 @@ DEVICE u64 descriptor(u32 address, int leading, int stride) {  // 128-byte swizz
 template <bool F16> DEVICE void score(float (&s)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
   if (F16) SCORE("f16"); else SCORE("bf16");
 }
-// The same, both of bf16, shared and K-major.
-DEVICE void score_shared(float (&s)[32], u64 a, u64 b, bool add) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" P32
-               "}, %32, %33, p, 1, 1, 0, 0;}" : R16(s, 0), R16(s, 16) : "l"(a), "l"(b), "r"((int)add));
+// The same, added, with A shared and K-major.
+#define SCORE_SHARED(TYPE)                                                                                              \
+  asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" P32 \
+               "}, %32, %33, p, 1, 1, 0, 0;}" : R16(s, 0), R16(s, 16) : "l"(a), "l"(b))
+template <bool F16> DEVICE void score_shared(float (&s)[32], u64 a, u64 b) {
+  if (F16) SCORE_SHARED("f16"); else SCORE_SHARED("bf16");
 }
 // 64 heads x 128 channels: A shared, B shared and MN-major.
 #define SUM(TYPE)                                                                                                  \

@@ -37,6 +37,7 @@ struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { int x, y, z; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -51,12 +52,12 @@ struct Meeting {  // of so many threads, again and again; what they bring is the
   u32 brought[2][THREADS][4];
 };
 struct Barrier { int due = 0, pending = 0, phase = 0; };
-enum Writer : int { SHOWN = -2, COPY = -1 };  // or a thread's number
+enum Writer : int { SHOWN = -3, RELEASED = -2, COPY = -1 };  // or the number of a thread that has told nobody yet
 struct Block {
   Index index;
   u8* shared;
-  std::vector<int> writers = std::vector<int>(SHARED / 16, SHOWN);  // of 16 bytes each, since the last fence of theirs
-  std::vector<u32> copied;
+  std::vector<int> writers = std::vector<int>(SHARED / 16, SHOWN);  // of 16 bytes each, since the last fence
+  std::vector<u32> copied, released;
   std::map<u32, Barrier> barriers;
   Meeting warps[THREADS / 32], groups[THREADS / 128], numbered[16];
 };
@@ -71,6 +72,7 @@ struct Thread {
   bool done = false;
   std::vector<u32> written;
   std::vector<Task> copies;
+  std::vector<std::vector<Task>> committed;
   std::vector<std::vector<Task>> products{1};  // that have been committed together; the last are not yet
 };
 
@@ -116,13 +118,22 @@ template <class T> void write(u32 address, T value) {
   memcpy(at(address), &value, sizeof(T));
   self->block->writers[address / 16] = self->number, self->written.push_back(address / 16);
 }
-// A thread's own writes, and copies that are there.
-inline void show() {
+// A thread tells others what it has written: by any barrier.
+inline void release() {
+  Block& block = *self->block;
   for (u32 piece : self->written)
-    if (self->block->writers[piece] == self->number) self->block->writers[piece] = SHOWN;
-  for (u32 piece : self->block->copied)
-    if (self->block->writers[piece] == COPY) self->block->writers[piece] = SHOWN;
-  self->written.clear(), self->block->copied.clear();
+    if (block.writers[piece] == self->number) block.writers[piece] = RELEASED, block.released.push_back(piece);
+  self->written.clear();
+}
+// A fence: a thread's own writes, those that it was told of, and copies that are there.
+inline void show() {
+  release();
+  Block& block = *self->block;
+  for (auto* pieces : {&block.released, &block.copied}) {
+    for (u32 piece : *pieces)
+      if (block.writers[piece] == RELEASED || block.writers[piece] == COPY) block.writers[piece] = SHOWN;
+    pieces->clear();
+  }
 }
 template <class T> T of_lane(T value, int source) {
   Meeting& own = warp();
@@ -143,7 +154,7 @@ inline void copy(u32 to, const u8* from, u32 bytes, bool some) {
   else self->copies.push_back(land);
 }
 inline void dawdle() {  // for some rounds, or none
-  const u64 until = rounds + (chance() % 4 ? 0 : chance() % 64);
+  const u64 until = rounds + (chance() % 4 ? 0 : chance() % 512);
   ++dawdling;
   wait_for([until] { return rounds >= until; }, "its turn");
   --dawdling;
@@ -193,16 +204,14 @@ inline float mn_major(u64 own, int k, int column) {
 inline int row_of(int i) { return (self->number >> 5 & 3) * 16 + lane() / 4 + 8 * (i >> 1); }
 inline int column_of(int i) { return 2 * (lane() & 3) + (i & 1); }
 
-inline void matrices(u32 to, const u32 (&own)[4], bool turned) {
+inline void matrices(u32 to, const u32 (&own)[4]) {
   Meeting& meeting = warp();
   memcpy(meeting.brought[meeting.turn & 1][lane()], own, 16);
   meeting.brought[meeting.turn & 1][32 + lane()][0] = to;
   const int turn = meet(meeting, 32, "stmatrix");
   u16 row[8];
-  for (int column = 0; column < 8; ++column) {
-    const int i = turned ? column : lane() % 8, j = turned ? lane() % 8 : column;
-    row[column] = meeting.brought[turn][i * 4 + j / 2][lane() / 8] >> (16 * (j & 1));
-  }
+  for (int column = 0; column < 8; ++column)
+    row[column] = meeting.brought[turn][lane() % 8 * 4 + column / 2][lane() / 8] >> (16 * (column & 1));
   uint4 whole;
   memcpy(&whole, row, 16), write(to, whole);
 }
@@ -280,7 +289,14 @@ template <class T> DEVICE T __ldg(const T* from) { return *from; }
 template <class T> DEVICE T __shfl_sync(u32, T value, int source) { return machine::of_lane(value, source & 31); }
 template <class T> DEVICE T __shfl_xor_sync(u32, T value, int mask) { return machine::of_lane(value, machine::lane() ^ mask); }
 DEVICE int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
-DEVICE void __syncwarp() { machine::meet(machine::warp(), 32, "its warp"); }
+DEVICE int anew(int x) { return x; }
+DEVICE u32 lanes_of(bool mine) {
+  u32 lanes = 0;
+  for (int i = 0; i < 32; ++i) lanes |= (u32)__shfl_sync(~0u, (int)mine, i) << i;
+  return lanes;
+}
+DEVICE bool all_of_warp(bool mine) { return lanes_of(mine) == ~0u; }
+DEVICE void __syncwarp() { machine::release(), machine::meet(machine::warp(), 32, "its warp"); }
 template <int COUNT> DEVICE void give_registers() {}
 template <int COUNT> DEVICE void take_registers() {}
 
@@ -288,6 +304,7 @@ DEVICE machine::Barrier& barrier_at(const u64& barrier) { return machine::self->
 DEVICE void barrier_init(u64& barrier, int count) { barrier_at(barrier) = {count, count, 0}; }
 DEVICE void barriers_are_made() {}
 DEVICE void arrive(u64& barrier) {
+  machine::release();
   machine::Barrier& own = barrier_at(barrier);
   if (own.due == 0) machine::failed = "a barrier was not made";
   if (--own.pending == 0) own.pending = own.due, own.phase ^= 1;
@@ -308,32 +325,34 @@ DEVICE void wait(u64& barrier, int parity) {
   machine::Barrier* own = &barrier_at(barrier);
   machine::wait_for([=] { return own->phase != parity; }, "a barrier");
 }
-DEVICE void meet(int number, int threads) { machine::meet(machine::self->block->numbered[number], threads, "bar.sync"); }
-DEVICE void __syncthreads() { meet(0, machine::THREADS); }
-DEVICE bool any_of(int number, int threads, bool mine) {
-  machine::Meeting& own = machine::self->block->numbered[number];
-  u32* found = own.brought[own.turn & 1][0];
-  *found = (own.arrived ? *found : 0) | mine;
-  return own.brought[machine::meet(own, threads, "bar.red")][0][0];
+DEVICE void meet(int number, int threads) {
+  machine::release(), machine::meet(machine::self->block->numbered[number], threads, "bar.sync");
 }
-DEVICE void cluster_meet() { machine::meet(machine::cluster, machine::THREADS * machine::blocks.size(), "the cluster"); }
+DEVICE void __syncthreads() { meet(0, machine::THREADS); }
+DEVICE void cluster_meet() { machine::release(), machine::meet(machine::cluster, machine::THREADS * machine::blocks.size(), "the cluster"); }
+DEVICE void cluster_leave() { cluster_meet(); }
 
 DEVICE u32 of_block(u32 address, int block) { return address | (u32)(block + 1) << 24; }
 DEVICE float remote_float(u32 address) { return machine::read<float>(address); }
 DEVICE float4 remote_float4(u32 address) { return machine::read<float4>(address); }
-DEVICE void bring(u32 to, const void* from, u32 bytes, u64& barrier) {
-  u8* target = machine::at(to);
-  machine::flights.push_back({machine::self->block, [=, &barrier] { memcpy(target, from, bytes), arrive(barrier); }});
-}
 DEVICE void copy16(u32 to, const u8* from, bool some) { machine::copy(to, from, 16, some); }
 DEVICE void copy8(u32 to, const u8* from, bool some) { machine::copy(to, from, 8, some); }
+DEVICE void prefetch(const void*) {}
+DEVICE void copies_commit() {
+  machine::self->committed.push_back(machine::self->copies);
+  machine::self->copies.clear();
+}
+template <int PENDING> DEVICE void copies_wait() {
+  auto& groups = machine::self->committed;
+  for (; groups.size() > PENDING; groups.erase(groups.begin()))
+    for (auto& copy : groups.front()) copy();
+  __syncwarp();
+}
 DEVICE uint2 load8(u32 a) { return machine::read<uint2>(a); }
 DEVICE uint4 load16(u32 a) { return machine::read<uint4>(a); }
-DEVICE float2 load8f(u32 a) { return machine::read<float2>(a); }
 DEVICE void store4(u32 a, u32 x) { machine::write(a, x); }
-DEVICE void store16(u32 a, u32 x, u32 y, u32 z, u32 w) { machine::write(a, uint4{x, y, z, w}); }
-DEVICE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) { machine::matrices(to, {a, b, c, d}, false); }
-DEVICE void store_matrices_turned(u32 to, u32 a, u32 b, u32 c, u32 d) { machine::matrices(to, {a, b, c, d}, true); }
+DEVICE void store8(u32 a, u32 x, u32 y) { machine::write(a, uint2{x, y}); }
+DEVICE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) { machine::matrices(to, {a, b, c, d}); }
 
 template <bool F16> DEVICE u32 pair(float low, float high) {
   return machine::to_bf16(low) | (u32)machine::to_bf16(high) << 16;
@@ -380,11 +399,11 @@ template <bool F16> DEVICE void score(float (&s)[32], u32 a0, u32 a1, u32 a2, u3
     }
   });
 }
-DEVICE void score_shared(float (&s)[32], u64 a, u64 b, bool add) {
+template <bool F16> DEVICE void score_shared(float (&s)[32], u64 a, u64 b) {
   machine::multiply([=, &s] {
     for (int i = 0; i < 32; ++i) {
       const int column = i / 4 * 8 + machine::column_of(i & 3);
-      float sum = add ? s[i] : 0;
+      float sum = s[i];
       for (int k = 0; k < 16; ++k) sum += machine::k_major(a, machine::row_of(i & 3), k) * machine::k_major(b, column, k);
       s[i] = sum;
     }
