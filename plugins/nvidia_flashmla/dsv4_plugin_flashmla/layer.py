@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from dsv4_plugin_flashmla import calls, library
 from dsv4_plugin_flashmla.calls import Pool
 from dsv4_plugin_flashmla.plugin import MOST_ROWS, scores_by_deep_gemm
-from dsv4_plugin_flashmla.prefill import Chunk, chunks
 from dsv4core import libraries
 from dsv4core.api import (
     AttentionOutput,
@@ -24,29 +23,16 @@ from dsv4core.api import (
     Step,
 )
 from dsv4core.attention import core_operations
+from dsv4core.backends.gathered import Chunk, chunks
 from dsv4core.kvcache import KVCache
 from dsv4core.ops.indexer import deepgemm
 from dsv4core.ops.indexer.deepgemm import ScorePlan
+from dsv4core.ops.indexer.prompts import Prompt, prompts, score_prompts
 from dsv4core.ops.o_proj.prepared import OutputProjection
 
 LEAST_QUERIES = 128
 """Of a prompt that DeepGEMM scores: all of its keys are brought side by side for them. With 512 that takes
 0.56 of the core's time; with fewer it is not measured."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Queries of one prefill.
-
-    Attributes:
-        tokens: Where they are among those that are looked at.
-        request: Their request.
-        entries: What the last of them sees, at least 1.
-    """
-
-    tokens: slice
-    request: int
-    entries: int
 
 
 class SharedStep:
@@ -127,18 +113,7 @@ class SharedStep:
 
     def prompts(self, tokens: slice, step: Step) -> list[Prompt]:
         """Prefills among these tokens, for DeepGEMM; none in a graph, or where the host has no lengths."""
-        if not self._scores or step.host_lengths is None or self._captures():
-            return []
-        found, begin, lengths = [], 0, step.host_lengths
-        start, stop, _ = tokens.indices(step.num_tokens)
-        for request, (query, total) in enumerate(zip(lengths.query, lengths.total, strict=True)):
-            first, last = max(begin, start), min(begin + query, stop)
-            if request >= step.num_decode_requests and last - first >= LEAST_QUERIES:
-                own = slice(first - start, last - start)
-                seen = self.kind.visible_entries(total - (begin + query - last))
-                found.append(Prompt(own, request, max(1, seen)))
-            begin += query
-        return found
+        return prompts(step, self.kind, tokens, LEAST_QUERIES) if self._scores else []
 
     def schedule(self, shared: Any) -> Any:
         """The schedule of a turn, which the first call behind the plan makes and all layers share.
@@ -203,28 +178,18 @@ class Layer:
         assert caches.index is not None
         if kind_state.scores is not None and len(q) == step.num_tokens:
             return deepgemm.index_logits(q, weights, caches.index, kind_state.scores, width)
-        prompts = kind_state.prompts(tokens, step)
-        if not prompts:
-            return self._core_logits(q, weights, visible, tokens, width, caches.index, step)
         table = step.compressed[self.layer.kind.name].block_table
-        start, _, _ = tokens.indices(step.num_tokens)
-        out: torch.Tensor | None = None
-        for rows, prompt in _with_gaps(prompts, len(q)):
-            own = q[rows], weights[rows]
-            if prompt is None:
-                there = slice(start + rows.start, start + rows.stop)
-                scores = self._core_logits(*own, visible[rows], there, width, caches.index, step)
-            else:
-                pages = table[prompt.request, : -(-prompt.entries // deepgemm.PAGE_SIZE)]
-                scores = deepgemm.prompt_logits(*own, caches.index, pages, visible[rows])
-            if rows == slice(0, len(q)) and scores.shape[1] >= width:
-                return scores[:, :width]
-            if out is None:
-                out = q.new_empty(len(q), width, dtype=torch.float32)
-            seen = min(width, scores.shape[1])
-            out[rows, :seen] = scores[:, :seen]
-        assert out is not None
-        return out
+
+        def score(prompt: Prompt, rows: slice) -> torch.Tensor:
+            assert caches.index is not None
+            pages = table[prompt.request, : -(-prompt.entries // deepgemm.PAGE_SIZE)]
+            return deepgemm.prompt_logits(q[rows], weights[rows], caches.index, pages, visible[rows])
+
+        def others(rows: slice, there: slice) -> torch.Tensor:
+            assert caches.index is not None
+            return self._core_logits(q[rows], weights[rows], visible[rows], there, width, caches.index, step)
+
+        return score_prompts(kind_state.prompts(tokens, step), tokens, step, len(q), width, score, others)
 
     def _core_logits(
         self,
@@ -260,9 +225,11 @@ class Layer:
             own = [Pool(pool.cache, pool.slots[tokens], pool.lengths[tokens]) for pool in pools]
             holder = kind_state.schedule(shared)
             parts.append((tokens, *calls.decode(q[tokens], own, scale, sinks, holder)))
+        prefill = partial(calls.prefill, scale=scale, sinks=sinks)
         for chunk in kind_state.chunks:
             window = self.layer.model.sliding_window
-            parts += chunk.attend(q, caches, selected, window, scale, sinks, self._operations)
+            attended = chunk.attend(q, caches, selected, window, prefill, self._operations)
+            parts += ((tokens, *own) for tokens, own in attended)
         out, lse = _whole(q, parts)
         return AttentionOutput(out, calls.contract_lse(lse, self.layer.num_heads) if want_lse else None)
 
@@ -286,18 +253,6 @@ class Layer:
         versions = {name: found for name in names if (found := libraries.installed(name))}
         own = {"o_proj": self._projection.product, "prepared_bytes": self._projection.nbytes}
         return {"kernel": "flash_mla", **versions, **own}
-
-
-def _with_gaps(prompts: Sequence[Prompt], count: int) -> Iterator[tuple[slice, Prompt | None]]:
-    """All of so many queries in their order: those of prompts, and those between them."""
-    begin = 0
-    for prompt in prompts:
-        if begin < prompt.tokens.start:
-            yield slice(begin, prompt.tokens.start), None
-        yield prompt.tokens, prompt
-        begin = prompt.tokens.stop
-    if begin < count:
-        yield slice(begin, count), None
 
 
 def _whole(

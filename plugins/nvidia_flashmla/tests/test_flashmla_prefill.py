@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4core.api import C4A, C128A, SWA, LayerKind
+from dsv4core.backends import gathered
 from dsv4core.testing.case import Case
 from dsv4core.testing.host import Host
 from dsv4core.testing.ledger import Ledger
@@ -19,10 +20,10 @@ from dsv4core.testing.suite import test_attention, test_indexer
 @pytest.mark.parametrize("heads", [8, 128])
 def test_gathered(dsv4: Subject, heads: int, kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks; a request that the window holds, and one that it does not; queries in several turns."""
-    from dsv4_plugin_flashmla import plugin, prefill
+    from dsv4_plugin_flashmla import plugin
 
-    monkeypatch.setattr(prefill, "gather_area", lambda *sizes: 600 if kind is C4A else 300)
-    monkeypatch.setattr(prefill, "TABLE", 3000)
+    monkeypatch.setattr(gathered, "gather_area", lambda *sizes: 600 if kind is C4A else 300)
+    monkeypatch.setattr(gathered, "TABLE", 3000)
     subject = replace(dsv4, options=plugin.FlashMLAOptions(prefill="gather"))
     host = Host(subject, Case(kind, heads=heads, host_lengths=True))
     for query in ((1, 9, 5, 7), (12, 0, 1, 3)):

@@ -1,16 +1,25 @@
-"""Prefills over gathered rows: what each request's queries see is decoded once, then attended in bf16."""
+"""Prefills over gathered rows: what each request's queries see is decoded once, then attended in bf16.
+
+For kernels of libraries that attend one pool of plain rows. The core's own kernel attends two workspaces
+(`dsv4core.backends.triton_gather`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
-from dsv4_plugin_flashmla import calls
-from dsv4core.api import LayerCaches, LayerKind, Request, Step
+from dsv4core.api.layer import LayerCaches
+from dsv4core.api.model import LayerKind
+from dsv4core.api.selection import Request
+from dsv4core.api.step import Step
 from dsv4core.step import gather_area, plan_gather
+
+Attended = TypeVar("Attended")
 
 TABLE = 1 << 24
 """Most places of an index table: 64 MB. A prefill that attends all entries takes its queries in turns."""
@@ -63,14 +72,22 @@ class Chunk:
         caches: LayerCaches,
         selected: torch.Tensor | None,
         window: int,
-        scale: float,
-        sinks: torch.Tensor | None,
+        kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Attended],
         operations: ModuleType,
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[slice, Attended]]:
         """Attend for queries `[tokens, heads, 512]` of the step, some at a time.
 
+        Args:
+            q: All queries of the step.
+            caches: The layer's caches.
+            selected: `[tokens, k]` entries that each query of the step attends; None for all of them.
+            window: Raw tokens that a query sees.
+            kernel: Attends queries over rows `[rows, 512]` bf16, by a table `[tokens, width]` int32 of their
+                numbers, -1 behind the columns that `[tokens]` int32 lengths say are looked at.
+            operations: `dsv4core.ops` or `dsv4core.ops.triton`.
+
         Yields:
-            Which of the step's tokens, their outputs and their log-sum-exps.
+            Which of the step's tokens, and what the kernel gave for them.
         """
         rows = self.gather(caches, q.shape[2], operations)
         chosen = self.entries if selected is None else selected.shape[1]
@@ -89,7 +106,7 @@ class Chunk:
                 window,
                 None if self.visible is None else self.visible[own],
             )
-            yield tokens, *calls.prefill(q[tokens], rows, table, lengths, scale, sinks)
+            yield tokens, kernel(q[tokens], rows, table, lengths)
 
 
 def chunks(step: Step, kind: LayerKind, request: Request) -> Iterator[Chunk]:
