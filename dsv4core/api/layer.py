@@ -84,6 +84,7 @@ class LayerPlan:
             keys, compressing attended entries, and the indexer with its compressor. None of them writes what
             another reads or writes.
         prepares: Whether steps need `dsv4_prepare_step`, where the backend implements it.
+        notes: What the decisions rest on, a line each, for people: versions, what was passed over and why.
     """
 
     padded_q_heads: int
@@ -97,6 +98,7 @@ class LayerPlan:
     projection_dtype: str = ""
     branches: bool = False
     prepares: bool = True
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("q_dtype", "projection_dtype"):
@@ -110,6 +112,8 @@ class LayerPlan:
                 raise ValueError(f"{name}={value!r} of a plan cannot be; give a number that is not negative.")
         if not isinstance(self.output, OutputSpec):
             raise ValueError(f"output={self.output!r} of a plan cannot be; give an OutputSpec.")
+        if isinstance(self.notes, str):
+            raise ValueError(f"notes={self.notes!r} of a plan cannot be; give a tuple of lines.")
         unknown = sorted(self.own_ops - OWN_OPS)
         if unknown:
             known = ", ".join(sorted(OWN_OPS))

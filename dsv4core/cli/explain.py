@@ -115,6 +115,7 @@ def _print(
     rows = (f"{name} {kept.name} {kept.bytes_per_token} B" for name, kept in vars(selection.layout).items())
     show(f"KV caches, bytes a row: {', '.join(rows)}")
     show(*(f"{kind}: {_sentence(plan)}" for kind, plan in selection.plans.items()))
+    show(*_notes(selection.plans))
 
 
 def _sentence(plan: LayerPlan) -> str:
@@ -123,3 +124,10 @@ def _sentence(plan: LayerPlan) -> str:
         f"{plan.padded_q_heads} query heads of {plan.q_dtype}, {plan.output.format} output, "
         f"{plan.workspace_bytes} B of workspace, variant {plan.variant or 'default'}{own}"
     )
+
+
+def _notes(plans: Mapping[str, LayerPlan]) -> Iterator[str]:
+    """Each note once, behind the kinds whose plans have it where others do not."""
+    for note in dict.fromkeys(note for plan in plans.values() for note in plan.notes):
+        kinds = [kind for kind, plan in plans.items() if note in plan.notes]
+        yield note if len(kinds) == len(plans) else f"{', '.join(kinds)}: {note}"

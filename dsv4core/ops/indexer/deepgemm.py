@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4core.kvcache import KVCache
+from dsv4core.ops.indexer.prompts import side_by_side
 
 PAGE_SIZE = 64
 """Keys a page that sm_90's kernel takes; sm_100's takes 32, too."""
@@ -98,8 +99,7 @@ def prompt_logits(
     """
     import deep_gemm
 
-    codes, scales = (region[pages.long().clamp_min(0)] for region in keys.regions)
-    rows = codes.flatten(0, 1).view(torch.float8_e4m3fn), scales.view(torch.float32).flatten()
+    rows = side_by_side(keys, pages)
     ends = visible.clamp(1, len(pages) * PAGE_SIZE).int()
     scores: torch.Tensor = deep_gemm.fp8_mqa_logits(
         q.contiguous(), rows, weights.contiguous(), torch.zeros_like(ends), ends, False

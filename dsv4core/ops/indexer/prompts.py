@@ -9,6 +9,7 @@ import torch
 
 from dsv4core.api.model import LayerKind
 from dsv4core.api.step import Step
+from dsv4core.kvcache import KVCache
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,20 @@ def prompts(step: Step, kind: LayerKind, tokens: slice, least: int) -> list[Prom
             found.append(Prompt(own, request, max(1, seen)))
         begin += query
     return found
+
+
+def side_by_side(keys: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The FP8 keys of some pages, one behind the other.
+
+    Args:
+        keys: The index cache, FP8.
+        pages: `[pages]` int32; the first page for negative ones.
+
+    Returns:
+        Codes `[pages * page_size, width]` in the cache's flavour of FP8, and their scales, fp32.
+    """
+    codes, scales = (region[pages.long().clamp_min(0)].flatten(0, 1) for region in keys.regions)
+    return codes.view(getattr(torch, f"float8_{keys.format.fp8}")), scales.view(torch.float32).flatten()
 
 
 def score_prompts(
