@@ -205,7 +205,8 @@ def prompt_logits(
 def top_k(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
     """As the core's `index_topk`: NaN and minus infinity are taken away before and after AITER's selection.
 
-    AITER ranks NaN by its bits, and chooses whatever a row has where it has `k` scores or fewer.
+    AITER ranks bits, by which -0 is below 0 and NaN above all, and chooses whatever a row has where it has `k`
+    scores or fewer.
     """
     from aiter.ops.topk import top_k_per_row_prefill
 
@@ -213,7 +214,7 @@ def top_k(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
     chosen = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
     if not tokens or not entries:
         return chosen
-    scores = logits.masked_fill(logits.isnan(), float("-inf"))
+    scores = (logits + 0.0).masked_fill_(logits.isnan(), float("-inf"))
     ends = visible.clamp(0, entries).int()
     top_k_per_row_prefill(
         logits=scores,

@@ -39,8 +39,7 @@ INDEX_FORMATS = ("fp8", "bf16", "fp32")
 FNUZ = ("gfx942",)
 """Chips whose FP8 instructions take FNUZ codes: hosts there keep windows in them, and entries in OCP's."""
 MOST_QUERIES = 8192
-"""Query tokens of a call: with 128 heads they take 2^30 bytes, and AITER's offsets of queries and outputs have
-32 bits."""
+"""Query tokens of a call: with 128 heads they take 2^30 bytes, and AITER's offsets in them have 32 bits."""
 PROJECTIONS = ("auto", "einsum", "core")
 OWN = ("index_logits", "index_topk")
 """Hooks that are implemented where AITER has a route for them."""

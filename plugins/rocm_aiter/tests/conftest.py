@@ -1,0 +1,66 @@
+"""`backend=rocm_aiter` on a CPU: its own hooks, on a stub of AITER and the definitions of the core."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import stub_aiter
+import torch
+from dsv4_plugin_rocm_aiter import library, plugin
+
+from dsv4core.api import hookimpl
+from dsv4core.testing.fakes import declare_backends, isolate
+from dsv4core.testing.subject import Subject
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # chosen before kernels are defined
+
+VERSIONS = {"amd-aiter": "0.1.20.post1", "flydsl": "0.3.1", "triton": "3.7.0"}
+
+
+@hookimpl
+def dsv4_backend_info():
+    """On a CPU, without a library."""
+    return replace(plugin.dsv4_backend_info(), platforms=("cpu",), requirements=())
+
+
+STUBBED = ModuleType("stubbed")
+vars(STUBBED).update({name: hook for name, hook in vars(plugin).items() if name.startswith("dsv4_")})
+STUBBED.dsv4_backend_info = dsv4_backend_info
+
+Install = Callable[..., Subject]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Imports a stub as `aiter`, by chip and version; the backend on it is `rocm_aiter`."""
+
+    def installed(arch: str, version: str = VERSIONS["amd-aiter"], **options: object) -> Subject:
+        for name, module in stub_aiter.modules(arch, version).items():
+            monkeypatch.setitem(sys.modules, name, module)
+        library.missing.cache_clear()
+        monkeypatch.setattr(plugin, "chip_of", lambda request: arch)
+        monkeypatch.setattr(library, "installed", {**VERSIONS, "amd-aiter": version}.get)
+        sys.modules["stubbed_aiter"] = STUBBED
+        declare_backends(
+            tmp_path,
+            "stubbed",
+            {"reference": "dsv4core.backends.reference", "rocm_aiter": "stubbed_aiter"},
+        )
+        isolate(tmp_path, monkeypatch)
+        own = plugin.AiterOptions(**options) if options else None  # type: ignore[arg-type]
+        return Subject("rocm_aiter", own, device=torch.device("cpu"))
+
+    return installed
+
+
+@pytest.fixture
+def dsv4(install: Install) -> Subject:
+    """On gfx950, where AITER has most."""
+    return install("gfx950")
