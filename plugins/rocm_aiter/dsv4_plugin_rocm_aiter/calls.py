@@ -205,8 +205,8 @@ def prompt_logits(
 def top_k(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
     """As the core's `index_topk`: NaN and minus infinity are taken away before and after AITER's selection.
 
-    AITER ranks bits, by which -0 is below 0 and NaN above all, and chooses whatever a row has where it has `k`
-    scores or fewer.
+    AITER ranks bits, by which -0 is below 0 and NaN above all, and chooses whatever a row has where it has
+    `k` scores or fewer.
     """
     from aiter.ops.topk import top_k_per_row_prefill
 

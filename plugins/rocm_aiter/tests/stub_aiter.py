@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -311,7 +312,7 @@ class Stub:
         num_groups: int,
         quant_group_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, heads, width = o.shape
+        tokens, _, width = o.shape
         assert (width, cos_cache.shape[1]) == (WIDTH, ROPE // 2)
         assert o.dtype in (torch.bfloat16, torch.float16)
         assert cos_cache.dtype == sin_cache.dtype == o.dtype, "cos/sin dtype must match o"
@@ -394,7 +395,7 @@ def lists(indices: torch.Tensor, starts: torch.Tensor, tokens: int) -> list[torc
     assert bounds == sorted(bounds)
     assert bounds[0] >= 0
     assert bounds[-1] <= len(indices)
-    return [indices[begin:end].long() for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [indices[begin:end].long() for begin, end in pairwise(bounds)]
 
 
 def checked(slots: torch.Tensor, count: int) -> torch.Tensor:
@@ -421,8 +422,3 @@ def attended(q: torch.Tensor, rows: torch.Tensor, sinks: torch.Tensor, scale: fl
     """`[heads, 512]`: keys are values, and a sink is one more score, without a value."""
     scores = torch.cat([q.float() @ rows.float().T * scale, sinks[:, None]], 1)
     return (scores.softmax(1)[:, :-1] @ rows.float()).to(q.dtype)
-
-
-def names() -> Iterator[str]:
-    """All functions that the stub computes."""
-    yield from (name for name in vars(Stub) if not name.startswith("__"))
