@@ -1,16 +1,20 @@
-"""Compiles every launch of the operations for a chip that is not here; prints `kernel shared-memory`.
+"""Compiles every launch of the operations for a chip that is not here; prints kernels, and what they take.
 
     python tests/triton/compile_kernels.py gfx942
+    python tests/triton/compile_kernels.py gfx942 launches.py
 
-in a process without Triton's interpreter. Operations are called with tensors of a model's sizes; launches are
-recorded instead of run, and each is compiled as it would be launched on the chip. What is printed holds for
-the Triton that is installed.
+in a process without Triton's interpreter; with a file, what its `calls(chip)` launch instead. Operations are
+called with tensors of a model's sizes; launches are recorded instead of run, and each is compiled as it
+would be on the chip. A line is a kernel, its bytes of shared memory, and matrix instructions in the assembly of AMD's
+chips. What is printed holds for the Triton that is installed.
 """
 
 from __future__ import annotations
 
+import re
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -103,17 +107,19 @@ class Launch:
             tuple(options.items()),
         )
 
-    def shared(self, chip: Chip) -> int:
-        """Bytes of shared memory of the compiled kernel."""
+    def compiled(self, chip: Chip) -> tuple[int, list[str]]:
+        """Bytes of shared memory of the compiled kernel, and its matrix instructions."""
         names = self.kernel.arg_names
         places = {(names.index(name),): value for name, value in self.constants}
         hints = {(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned}
         source = ASTSource(self.kernel, dict(self.types), places, hints)
-        return int(triton.compile(source, target=chip.target, options=dict(self.options)).metadata.shared)
+        kernel = triton.compile(source, target=chip.target, options=dict(self.options))
+        found = re.findall(r"\bv_mfma_\w+", kernel.asm.get("amdgcn", ""))
+        return int(kernel.metadata.shared), sorted(set(found))
 
 
-def launches(chip: Chip) -> list[Launch]:
-    """All different launches of a model's operations on a chip."""
+def launches(chip: Chip, every: Callable[[Chip], Iterable[Callable[[], Any]]]) -> list[Launch]:
+    """All different launches of calls on a chip."""
     recorded: list[Launch] = []
     JITFunction.run = lambda self, *args, **kwargs: recorded.append(Launch.of(self, *args, **kwargs))
     driver.set_active(SimpleNamespace(get_current_target=lambda: chip.target))
@@ -125,16 +131,20 @@ def launches(chip: Chip) -> list[Launch]:
         module.converts_packed = lambda device: chip.nvidia  # type: ignore[attr-defined]
     schedule_triton._shared_memory = lambda device: chip.shared_memory
     schedule_triton.processors = lambda device: 128
-    for call in calls(PRESETS["v4_flash"], chip):
+    for call in every(chip):
         call()
-    kernels.index_topk(
-        torch.empty(2, 262144), torch.zeros(2, dtype=torch.int64), PRESETS["v4_pro"].index_topk
-    )
     return list(dict.fromkeys(recorded))
 
 
-def calls(model: ModelShape, chip: Chip) -> Iterator[Any]:
+def calls(chip: Chip) -> Iterator[Any]:
     """Calls of every operation, for a few tokens, with all that decides how kernels are compiled."""
+    yield from calls_of(PRESETS["v4_flash"], chip)
+    rows, visible = torch.empty(2, 262144), torch.zeros(2, dtype=torch.int64)
+    yield partial(kernels.index_topk, rows, visible, PRESETS["v4_pro"].index_topk)
+
+
+def calls_of(model: ModelShape, chip: Chip) -> Iterator[Any]:
+    """The same for one model."""
     heads, rope = model.num_attention_heads, torch.empty(4096, 64)
     positions, requests = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, dtype=torch.int32)
     table = CacheTable(torch.zeros(TOKENS, 64, dtype=torch.int32), positions, 64)
@@ -230,6 +240,8 @@ def weight(rows: int, columns: int) -> Weight:
 
 
 if __name__ == "__main__":
-    chip = CHIPS[sys.argv[1]]
-    for launch in launches(chip):
-        print(launch.kernel.fn.__name__, launch.shared(chip), flush=True)
+    chip, *files = sys.argv[1:]
+    every = runpy.run_path(files[0])["calls"] if files else calls
+    for launch in launches(CHIPS[chip], every):
+        shared, products = launch.compiled(CHIPS[chip])
+        print(launch.kernel.fn.__name__, shared, *products, flush=True)

@@ -21,6 +21,12 @@ SHARED = {
 }
 """Bytes of shared memory (LDS) that a program may have."""
 OPERATIONS = Path(ops.__file__).parent
+PRODUCTS = {
+    "gfx942": {"_attend": {"bf16", "f32"}, "_score": {"f16", "f32"}, "_times_rows": {"bf16", "f32"}},
+    "gfx950": {"_attend": {"bf16", "f32"}, "_score": {"f8f6f4", "f32"}, "_times_rows": {"bf16", "f32"}},
+}
+"""Kernels that multiply on AMD's matrix units, and what their instructions take. On gfx942 OCP's codes, which
+its FP8 instructions do not read, are multiplied as fp16."""
 
 
 def launched() -> set[str]:
@@ -44,6 +50,10 @@ def test_every_launch_compiles(chip: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {kernel for kernel, _ in lines} == launched()
-    for kernel, shared in lines:
+    assert {kernel for kernel, *_ in lines} == launched()
+    for kernel, shared, *_ in lines:
         assert int(shared) <= SHARED[chip], f"{kernel} has no room on {chip}: {shared} bytes."
+    for kernel, operands in PRODUCTS.get(chip, {}).items():
+        own = [products for name, _, *products in lines if name == kernel]
+        assert all(own), f"A launch of {kernel} does not multiply on matrix units."
+        assert {product.rpartition("_")[2] for products in own for product in products} == operands
