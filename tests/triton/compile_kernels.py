@@ -5,8 +5,8 @@
 
 in a process without Triton's interpreter; with a file, what its `calls(chip)` launch instead. Operations are
 called with tensors of a model's sizes; launches are recorded instead of run, and each is compiled as it
-would be on the chip. A line is a kernel, its bytes of shared memory, and matrix instructions in the assembly of AMD's
-chips. What is printed holds for the Triton that is installed.
+would be on the chip. A line is a kernel, its bytes of shared memory, and the matrix instructions in the
+assembly of AMD's chips. What is printed holds for the Triton that is installed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -42,8 +43,10 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "waves_per_eu", "matrix_instr_nonkdim")
 TOKENS, BF16 = 32, torch.bfloat16
 
 
@@ -112,7 +115,8 @@ class Launch:
         names = self.kernel.arg_names
         places = {(names.index(name),): value for name, value in self.constants}
         hints = {(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned}
-        source = ASTSource(self.kernel, dict(self.types), places, hints)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(self.kernel, dict(self.types), places, hints)
         kernel = triton.compile(source, target=chip.target, options=dict(self.options))
         found = re.findall(r"\bv_mfma_\w+", kernel.asm.get("amdgcn", ""))
         return int(kernel.metadata.shared), sorted(set(found))

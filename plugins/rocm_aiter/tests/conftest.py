@@ -21,6 +21,12 @@ from dsv4core.testing.subject import Subject
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # chosen before kernels are defined
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """NumPy, in which the interpreter computes, warns of infinities that kernels are meant to make."""
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
 VERSIONS = {"amd-aiter": "0.1.20.post1", "flydsl": "0.3.1", "triton": "3.7.0"}
 
 
