@@ -1,4 +1,7 @@
-"""`backend=rocm_aiter` on a CPU: its own hooks, on a stub of AITER and the definitions of the core."""
+"""`backend=rocm_aiter` on a CPU: its own hooks, on a stub of AITER and the definitions of the core.
+
+Where AMD's GPU and AITER are, the suite is run on the backend itself.
+"""
 
 from __future__ import annotations
 
@@ -68,5 +71,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def dsv4(install: Install) -> Subject:
-    """On gfx950, where AITER has most."""
+    """On gfx950, where AITER has most; on a machine of AMD's the backend itself."""
+    if torch.version.hip is not None and torch.cuda.is_available():
+        return Subject("rocm_aiter", device=torch.device("cuda"))
     return install("gfx950")

@@ -19,6 +19,9 @@ from dsv4core.testing.case import Case
 from dsv4core.testing.host import Host
 from dsv4core.testing.suite.test_attention import STEPS
 
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU to run them"
+)
 MODEL = PRESETS["v4_flash"]
 PAGE = 5
 
@@ -112,6 +115,7 @@ def test_aiter_reads_packed_rows_as_the_core_writes_them() -> None:
         assert torch.allclose(found, due, rtol=2**-8) == same
 
 
+@INTERPRETED
 @pytest.mark.parametrize("format", ["fp8_ds_mla", "bf16"])
 @pytest.mark.parametrize("kind", [SWA, C4A, C128A], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -133,6 +137,7 @@ def test_the_kernels_of_gfx942(install: Install, kind: LayerKind, format: str, d
     torch.testing.assert_close(out.lse.double(), lse, rtol=1e-4, atol=1e-3)
 
 
+@INTERPRETED
 def test_the_lists_of_gfx950(install: Install) -> None:
     """Written by kernels, they are the same as the definition's."""
     subject = install("gfx950")

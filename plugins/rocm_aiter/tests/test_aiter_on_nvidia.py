@@ -1,0 +1,227 @@
+"""The backend's portable kernels on an NVIDIA GPU, over packed caches that other backends have written.
+
+    pytest -m gpu plugins/rocm_aiter/tests/test_aiter_on_nvidia.py
+
+The same bytes and the same answers, without AITER: every route is the core's, and lists are written beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dsv4_plugin_rocm_aiter import library, plugin, ragged
+from dsv4_plugin_rocm_aiter.layer import Layer, SharedStep
+from dsv4_plugin_rocm_aiter.plugin import AiterOptions, Plan
+from dsv4_plugin_rocm_aiter.ragged import RaggedLists
+from dsv4_plugin_rocm_aiter.ragged import triton as kernel
+
+from dsv4core import ops
+from dsv4core.api import (
+    C4A,
+    C128A,
+    SWA,
+    KVCacheLayout,
+    LayerCaches,
+    LayerKind,
+    LayerWeights,
+    Limits,
+    Request,
+    Step,
+    Weight,
+)
+from dsv4core.kvcache import allocate_cache
+from dsv4core.ops.sparse_mla import Rows
+from dsv4core.testing.case import Case
+from dsv4core.testing.compare import assert_attention, assert_lse, assert_rows, assert_same, snapshot
+from dsv4core.testing.ledger import Ledger
+from dsv4core.testing.subject import Refused, Subject
+from dsv4core.testing.tolerances import ATTENTION, PROJECTION
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.version.hip is not None, reason="no NVIDIA GPU is here"
+    ),
+]
+DEVICE, CORE = torch.device("cuda"), "triton"
+KINDS = [SWA, C4A, C128A]
+WRITERS = ("reference", "triton", "flashmla", "hopper")
+LIMITS = Limits(max_tokens=512, max_requests=4, max_model_len=2048, max_query_len=512)
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans as they are for one of AMD's chips, without AITER."""
+    monkeypatch.setattr(library, "installed", lambda name: None)
+
+    def chosen(arch: str) -> None:
+        monkeypatch.setattr(plugin, "chip_of", lambda request: arch)
+
+    return chosen
+
+
+def planned(request: Request, ledger: Ledger) -> Plan:
+    """The plan, with the core's kernels, which it has for AMD's GPUs."""
+    own = replace(request, kv_cache_dtype="fp8_ds_mla", probe="static")
+    plan = plugin.dsv4_plan_layer(own, ledger.attention.layer, AiterOptions())
+    assert all(route.symbol is None for route in plan.routes)
+    return replace(plan, core_ops=CORE)  # type: ignore[arg-type]
+
+
+def built(ledger: Ledger) -> tuple[Layer, SharedStep]:
+    """A layer with the weights of another backend's, and the shared state of its kind."""
+    plan = planned(ledger.stack.selection.request, ledger)
+    tensors = {name: ledger.weights[name] for name in ("attn_sink", "wo_a", "wo_b")}
+    weights = LayerWeights(
+        {
+            name: replace(
+                own, data=own.data.to(DEVICE), scale=None if own.scale is None else own.scale.to(DEVICE)
+            )
+            for name, own in tensors.items()
+        },
+        ledger.attention.rope,
+    )
+    layer = Layer(ledger.attention.layer, plan, weights, DEVICE)
+    return layer, SharedStep(ledger.stack.selection.request, ledger.case.kind, plan, DEVICE)
+
+
+def on_device(weight: Weight) -> Weight:
+    scale = None if weight.scale is None else weight.scale.to(DEVICE)
+    return Weight(weight.data.to(DEVICE), scale, weight.block)
+
+
+def layout_of(ledger: Ledger) -> KVCacheLayout:
+    """Packed rows, as the backend plans them for the chosen chip."""
+    return plugin.dsv4_resolve_kv_cache(replace(ledger.stack.selection.request, kv_cache_dtype="fp8_ds_mla"))
+
+
+def filled(name: str, kind: LayerKind) -> tuple[Ledger, Step]:
+    """Caches that a backend has written: a prompt, then a decode beside a longer prompt."""
+    case = Case(kind, heads=64, kv_cache_dtype="fp8_ds_mla", limits=LIMITS)
+    try:
+        ledger = Ledger(Subject(name, device=DEVICE), case)
+    except Exception as error:
+        if name in ("reference", "triton") or not isinstance(error, (Refused, RuntimeError)):
+            raise
+        pytest.skip(f"backend={name} does not run here: {error}")
+    ledger.step((0, 0), (300, 77))
+    ledger.step((300, 77), (1, 200))
+    return ledger, ledger.step((301, 277), (1, 9))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_same_answers(writer: str, kind: LayerKind, chip: Any) -> None:
+    """Attention and log-sum-exp over another backend's bytes, as that backend attends them."""
+    chip("gfx950")
+    ledger, step = filled(writer, kind)
+    selected = ledger.select(step)
+    before = [snapshot(own) for own in (ledger.caches.window, ledger.caches.compressed)]
+    heads, bound = ledger.case.heads, ledger.attention.bound
+    theirs = bound.forward_mqa(
+        *(ledger.q, ledger.caches, selected, step.positions, step, ledger.kind_state, None, True, True)
+    )
+    layer, state = built(ledger)
+    state.plan(step)
+    q = ledger.q[:, :heads].to(torch.bfloat16).contiguous()
+    ours = layer.forward_mqa(q, ledger.caches, selected, step, state, True, True)
+    assert_attention(ours.data, theirs.data[:, :heads].double().cpu(), step, "bfloat16")
+    assert theirs.lse is not None
+    assert_lse(ours.lse, theirs.lse.double().cpu(), step, "bfloat16")
+    plain = layer.forward_mqa(q, ledger.caches, selected, step, state, False, True)
+    assert_attention(plain.data, ours.data.double().cpu(), step, "bfloat16")
+    for own, cache in zip(before, (ledger.caches.window, ledger.caches.compressed), strict=True):
+        if own is not None:
+            assert_same(snapshot(cache), own, "what attention reads")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_the_same_bytes(kind: LayerKind, chip: Any) -> None:
+    """Keys of the same projections, in the format that the backend plans for gfx950."""
+    from dsv4core.ops import triton as kernels
+
+    chip("gfx950")
+    ledger, step = filled("triton", kind)
+    layout = plugin.dsv4_resolve_kv_cache(
+        replace(ledger.stack.selection.request, kv_cache_dtype="fp8_ds_mla")
+    )
+    theirs = ledger.caches
+    window = allocate_cache(layout.window, theirs.window.num_pages, theirs.window.page_size, DEVICE)
+    slots, projected = step.window.slot_mapping, ledger.projected
+    rope, eps = ledger.attention.rope, ledger.case.model.rms_norm_eps
+    kernels.qk_norm_rope_insert(projected.q, projected.kv, step.positions, rope, window, slots, eps)
+    for one, other in zip(window.regions, theirs.window.regions, strict=True):
+        page, row = slots // window.page_size, slots % window.page_size
+        assert_same(one[page, row], other[page, row], "keys")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_windows_in_fnuz_beside_entries_in_ocp(kind: LayerKind, chip: Any) -> None:
+    """gfx942's pools, which no NVIDIA kernel has instructions for: codes are turned with integers."""
+    chip("gfx942")
+    ledger, step = filled("triton", kind)
+    layout = plugin.dsv4_resolve_kv_cache(
+        replace(ledger.stack.selection.request, kv_cache_dtype="fp8_ds_mla")
+    )
+    assert (layout.window.fp8, layout.compressed.fp8) == ("e4m3fnuz", "e4m3fn")
+    size = ledger.caches.window.num_pages, ledger.caches.window.page_size
+    window = allocate_cache(layout.window, *size, DEVICE)
+    every = torch.arange(size[0] * size[1], device=DEVICE)
+    rows = ledger.caches.window.read(every)
+    known = rows.isfinite().all(-1)
+    window.write(every[known], rows[known])
+    caches = LayerCaches(window, ledger.caches.compressed)
+    selected = ledger.select(step)
+    layer, state = built(ledger)
+    state.plan(step)
+    q = ledger.q[:, : ledger.case.heads]
+    ours = layer.forward_mqa(q, caches, selected, step, state, True, True)
+    pools = [Rows(window, state.window, state.window_lengths)]
+    if caches.compressed is not None and state.entry_lengths is not None:
+        if selected is not None:
+            entries = Rows(caches.compressed, state.chosen(selected, step, slice(None)), state.entry_lengths)
+        else:
+            assert state.entries is not None
+            entries = Rows(caches.compressed, state.entries, state.entry_lengths, step.token_to_request)
+        pools.append(entries)
+    sinks = ledger.weights["attn_sink"].data.float().to(DEVICE)
+    due, _ = ops.sparse_mla(q, pools, ledger.case.model.softmax_scale, sinks)
+    assert_rows(ours.data, due.double().cpu(), ATTENTION["bfloat16"], "attention output", step)
+    wrong = replace(window, format=layout.compressed)
+    misread = layer.forward_mqa(q, replace(caches, window=wrong), selected, step, state, False, True)
+    with pytest.raises(AssertionError, match="attention output"):
+        assert_rows(misread.data, due.double().cpu(), ATTENTION["bfloat16"], "attention output", step)
+
+
+@pytest.mark.parametrize("tokens", [1, 65, 1000])
+def test_lists_of_real_sizes(tokens: int) -> None:
+    """Tables of 8,192 columns, holes anywhere: as the definition writes them."""
+    random = torch.Generator().manual_seed(tokens)
+    slots = torch.randint(-(1 << 20), 1 << 24, (tokens, 8192), generator=random).int().to(DEVICE)
+    lengths = torch.randint(0, 8193, (tokens,), generator=random).to(DEVICE)
+    for least in (0, 1):
+        rooms = [RaggedLists.empty(tokens, 8192, DEVICE) for _ in range(2)]
+        due = ragged.ragged_lists(slots, lengths, None, least, rooms[0])
+        found = kernel.ragged_lists(slots, lengths, None, least, rooms[1])
+        assert_same(found.starts, due.starts, "where lists begin")
+        total = int(due.starts[-1])
+        assert_same(found.indices[:total], due.indices[:total], "lists")
+
+
+def test_the_projection_in_bf16(chip: Any) -> None:
+    """Heads rotated back by a kernel, then torch's product, against the definition."""
+    chip("gfx942")
+    ledger, _ = filled("triton", SWA)
+    layer, _ = built(ledger)
+    assert layer.describe()["o_proj"] == "einsum"
+    heads, model = ledger.case.heads, ledger.case.model
+    for tokens in (1, 77):
+        attention = torch.randn(tokens, heads, 512, device=DEVICE).bfloat16()
+        positions = torch.randint(0, 2048, (tokens,), device=DEVICE)
+        prepared = [ops.prepare_linear(on_device(ledger.weights[name])) for name in ("wo_a", "wo_b")]
+        due = ops.o_proj(attention, positions, ledger.attention.rope, *prepared, model.o_groups)
+        found = layer.o_proj(attention, positions)
+        assert_rows(found, due.double().cpu(), PROJECTION["bfloat16"], "output projection")
