@@ -10,7 +10,7 @@ JOB := plugins/engine_vllm/tests/engine
 FLASHINFER ?= ==0.6.18.post1
 ARGS ?=
 
-.PHONY: run test test-gpu test-gpu-flashmla test-gpu-flashinfer test-gpu-hopper test-signatures sanitize test-vllm lint docs clean
+.PHONY: run test test-gpu test-gpu-flashmla test-gpu-flashinfer test-gpu-hopper test-gpu-rocm-aiter test-aiter test-signatures sanitize test-vllm lint docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
@@ -31,6 +31,14 @@ test-gpu-flashinfer: $(VENV)/.installed-dev
 
 test-gpu-hopper: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest plugins/nvidia_hopper/tests $(ARGS)
+
+# On an NVIDIA GPU, the portable kernels over other backends' caches. On AMD's: python -m dsv4_plugin_rocm_aiter.report
+test-gpu-rocm-aiter: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest plugins/rocm_aiter/tests/test_aiter_on_nvidia.py plugins/rocm_aiter/tests/test_ragged.py $(ARGS)
+
+# A checkout of AITER, without a GPU: make test-aiter AITER=~/aiter
+test-aiter: $(VENV)/.installed-dev
+	DSV4_AITER_SRC=$(AITER) $(BIN)/python -m pytest plugins/rocm_aiter/tests/test_aiter_source.py $(ARGS)
 
 # Calls of plugins against libraries that need no GPU to be imported: 30 MB, beside the venv.
 test-signatures: $(VENV)/.installed-dev
@@ -78,7 +86,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]" --editable plugins/engine_vllm --editable plugins/nvidia_flashmla \
-		--editable plugins/nvidia_hopper && \
+		--editable plugins/nvidia_hopper --editable plugins/rocm_aiter && \
 		$(BIN)/pip install --quiet --no-deps --editable plugins/nvidia_flashinfer # its kernels are gigabytes
 	touch $@ $(VENV)/.installed
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsv4_plugin_rocm_aiter.library import Aiter
+from dsv4_plugin_rocm_aiter.routes import ARCHITECTURES, OPERATIONS, Asked, route
 
 from dsv4core.api import CAPABILITIES, REASON_CODES, KVCacheLayout
 from dsv4core.framework.known import KNOWN_BACKENDS
@@ -28,10 +30,11 @@ OURS = {
     "triton": "dsv4core.backends.triton",
     "flashmla": "dsv4_plugin_flashmla.plugin",
     "flashinfer": "dsv4_plugin_flashinfer.plugin",
+    "rocm_aiter": "dsv4_plugin_rocm_aiter.plugin",
 }
 """Backends of the repository, and their modules."""
-PROVEN: dict[str, tuple[str, str, str]] = json.loads((DOCS / "proven.json").read_text())
-"""By backend: contract-tested, compiles for, ran on."""
+PROVEN: dict[str, tuple[str, str, str, str]] = json.loads((DOCS / "proven.json").read_text())
+"""By backend: contract-tested, compiles for, ran on NVIDIA, ran on AMD."""
 FIXES = {
     "platform": "name a backend with kernels for this platform; `dsv4 plugins` lists them",
     "arch": "the same, for this architecture",
@@ -76,11 +79,33 @@ def support() -> str:
         info = import_module(module).dsv4_backend_info()
         rows.append((f"`{name}`", info.summary, ", ".join(info.platforms), *PROVEN[name]))
     rows += [
-        (f"`{name}`", known.summary, "not released", "–", "–", "–")
+        (f"`{name}`", known.summary, "not released", "–", "–", "–", "")
         for name, known in KNOWN_BACKENDS.items()
         if name not in OURS
     ]
-    return table(("backend", "what", "platforms", "contract-tested", "compiles for", "ran on"), rows)
+    head = ("backend", "what", "platforms", "contract-tested", "compiles for", "ran on NVIDIA", "ran on AMD")
+    return table(head, rows)
+
+
+def aiter() -> str:
+    """Who does what on AMD's chips, with AITER 0.1.20 or newer, by the format of cached rows."""
+    rows = []
+    for op in OPERATIONS:
+        cells = (_aiter(op, arch, layout) for arch in ARCHITECTURES for layout in ("fp8_ds_mla", "bf16"))
+        rows.append((f"`{op}`", *cells))
+    head = (f"{arch}, `{layout}`" for arch in ARCHITECTURES for layout in ("fp8_ds_mla", "bf16"))
+    return table(("operation", *head), rows)
+
+
+def _aiter(op: str, arch: str, layout: str) -> str:
+    """The symbol that layers without compressed entries take, and that of those with them."""
+    names = []
+    for pools in (1, 2):
+        asked = Asked(arch, layout, "index_fp8", pools, MODEL.num_attention_heads, MODEL.softmax_scale)
+        symbol = route(op, asked, Aiter("0.1.20")).symbol
+        names.append("the core" if symbol is None else f"`{symbol.name}`")
+    alone, compressed = names
+    return alone if alone == compressed else f"{alone}; with compressed entries {compressed}"
 
 
 def dtypes() -> str:
@@ -237,6 +262,7 @@ def kernels() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "support": support,
+    "aiter": aiter,
     "dtypes": dtypes,
     "formats": formats,
     "capabilities": capabilities,

@@ -141,3 +141,13 @@ def test_text_of_a_refusal(folder: Path, capsys: Capture) -> None:
         "Not the defaults: device=cpu",
         "Nothing was chosen. Name a backend with backend=NAME, or list some in backend.order.",
     ]
+
+
+def test_notes_of_plans(folder: Path, capsys: Capture) -> None:
+    """Each once; those of some kinds name them."""
+    own = "notes=('acme 1.2', *(('sums in fp32',) if layer.kind.ratio else ())), own_ops="
+    install_backend(folder, "acme", altered(("own_ops=", own)))
+    assert main(["explain", *CPU, "model=v4_flash"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["acme 1.2", "c4a, c128a: sums in fp32"]
+    assert report(capsys, *CPU[1:], "model=v4_flash")["plan"]["swa"]["notes"] == ["acme 1.2"]

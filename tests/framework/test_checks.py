@@ -165,6 +165,7 @@ VALUES = [
         "padded_q_heads=None of a plan cannot be; give a number",
     ),
     ("own_ops=", "workspace_bytes=-5, own_ops=", "workspace_bytes=-5 of a plan cannot be; give a number"),
+    ("own_ops=", "notes='one', own_ops=", "notes='one' of a plan cannot be; give a tuple of lines"),
     ("own_ops=", "output='bf16', own_ops=", "output='bf16' of a plan cannot be; give an OutputSpec"),
 ]
 

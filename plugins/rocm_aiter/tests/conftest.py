@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ import pytest
 import stub_aiter
 import torch
 from dsv4_plugin_rocm_aiter import library, plugin
+from stub_aiter import VERSIONS, Install
 
 from dsv4core.api import hookimpl
 from dsv4core.testing.fakes import declare_backends, isolate
@@ -30,9 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-VERSIONS = {"amd-aiter": "0.1.20.post1", "flydsl": "0.3.1", "triton": "3.7.0"}
-
-
 @hookimpl
 def dsv4_backend_info():
     """On a CPU, without a library."""
@@ -42,8 +39,6 @@ def dsv4_backend_info():
 STUBBED = ModuleType("stubbed")
 vars(STUBBED).update({name: hook for name, hook in vars(plugin).items() if name.startswith("dsv4_")})
 STUBBED.dsv4_backend_info = dsv4_backend_info
-
-Install = Callable[..., Subject]
 
 
 @pytest.fixture

@@ -20,9 +20,13 @@ import torch
 from dsv4_plugin_rocm_aiter import library, routes
 
 from dsv4core.testing.signatures import Recorded
+from dsv4core.testing.subject import Subject
 
 NOPE, ROPE, TILE, DATA, RECORD, WIDTH = 448, 64, 64, 576, 584, 512
-LOG2E = 1.4426950408889634
+VERSIONS = {"amd-aiter": "0.1.20.post1", "flydsl": "0.3.1", "triton": "3.7.0"}
+"""What is installed beside the stub, unless a test says otherwise."""
+Install = Callable[..., Subject]
+"""Imports a stub, by chip and version, and gives the backend on it: the fixture `install`."""
 RECORDED = {
     entry["target"]: Recorded(**entry)
     for entry in json.loads(Path(routes.__file__).with_name("signatures.json").read_text())

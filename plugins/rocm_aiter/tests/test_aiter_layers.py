@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import stub_aiter
 import torch
-from conftest import Install
-from dsv4_plugin_rocm_aiter import calls, layer, routes
-from stub_aiter import Stub
+from dsv4_plugin_rocm_aiter import calls, layer, plugin, routes
+from stub_aiter import Install, Stub
 
 from dsv4core import ops
 from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits
@@ -99,6 +98,22 @@ def test_short_prefills_of_gfx950_read_in_place(install: Install, called: Calls)
     host = Host(install("gfx950"), Case(SWA, heads=8, host_lengths=True))
     test_attention.compare(host, *test_attention.STEPS["mixed"])
     assert called == Counter(pa_decode_sparse=1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_queries_in_turns(
+    install: Install, called: Calls, kind: LayerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many a call as 32 bits count: the lists of each are a part of the step's."""
+    monkeypatch.setattr(layer, "MOST_QUERIES", 16)
+    host = Host(install("gfx950"), Case(kind, heads=8))
+    test_attention.compare(host, *test_attention.STEPS["mixed"])
+    assert called == Counter(pa_decode_sparse=5)
+
+
+def test_as_many_as_32_bits_count() -> None:
+    """Bytes of queries and outputs in a call, with the most heads that a rank may have."""
+    assert plugin.MOST_QUERIES * 128 * 512 * 2 < 1 << 31
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

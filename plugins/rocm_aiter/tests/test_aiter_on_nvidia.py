@@ -74,16 +74,8 @@ def planned(request: Request, ledger: Ledger) -> Plan:
 def built(ledger: Ledger) -> tuple[Layer, SharedStep]:
     """A layer with the weights of another backend's, and the shared state of its kind."""
     plan = planned(ledger.stack.selection.request, ledger)
-    tensors = {name: ledger.weights[name] for name in ("attn_sink", "wo_a", "wo_b")}
-    weights = LayerWeights(
-        {
-            name: replace(
-                own, data=own.data.to(DEVICE), scale=None if own.scale is None else own.scale.to(DEVICE)
-            )
-            for name, own in tensors.items()
-        },
-        ledger.attention.rope,
-    )
+    tensors = {name: on_device(ledger.weights[name]) for name in ("attn_sink", "wo_a", "wo_b")}
+    weights = LayerWeights(tensors, ledger.attention.rope)
     layer = Layer(ledger.attention.layer, plan, weights, DEVICE)
     return layer, SharedStep(ledger.stack.selection.request, ledger.case.kind, plan, DEVICE)
 
@@ -145,9 +137,7 @@ def test_the_same_bytes(kind: LayerKind, chip: Any) -> None:
 
     chip("gfx950")
     ledger, step = filled("triton", kind)
-    layout = plugin.dsv4_resolve_kv_cache(
-        replace(ledger.stack.selection.request, kv_cache_dtype="fp8_ds_mla")
-    )
+    layout = layout_of(ledger)
     theirs = ledger.caches
     window = allocate_cache(layout.window, theirs.window.num_pages, theirs.window.page_size, DEVICE)
     slots, projected = step.window.slot_mapping, ledger.projected
@@ -163,9 +153,7 @@ def test_windows_in_fnuz_beside_entries_in_ocp(kind: LayerKind, chip: Any) -> No
     """gfx942's pools, which no NVIDIA kernel has instructions for: codes are turned with integers."""
     chip("gfx942")
     ledger, step = filled("triton", kind)
-    layout = plugin.dsv4_resolve_kv_cache(
-        replace(ledger.stack.selection.request, kv_cache_dtype="fp8_ds_mla")
-    )
+    layout = layout_of(ledger)
     assert (layout.window.fp8, layout.compressed.fp8) == ("e4m3fnuz", "e4m3fn")
     size = ledger.caches.window.num_pages, ledger.caches.window.page_size
     window = allocate_cache(layout.window, *size, DEVICE)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import stub_aiter
 import torch
-from conftest import Install
 from dsv4_plugin_rocm_aiter import plugin
 from dsv4_plugin_rocm_aiter.layer import Layer, SharedStep
+from stub_aiter import Install
 
 from dsv4core.api import C4A, C128A, SWA, KVCacheFormat, LayerKind, LayerWeights, Limits, Request, Weight
 from dsv4core.kvcache import allocate_cache, with_fp8_flavour

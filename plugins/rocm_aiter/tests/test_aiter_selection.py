@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VERSIONS, Install
 from dsv4_plugin_rocm_aiter import calls, library, plugin
 from dsv4_plugin_rocm_aiter.plugin import AiterOptions
+from stub_aiter import VERSIONS, Install
 
 from dsv4core.api import C4A, CacheError, ConfigError, Limits, Reason, Request
 from dsv4core.cli.main import main
