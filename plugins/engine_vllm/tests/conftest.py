@@ -12,6 +12,9 @@ import pytest
 import torch
 from graph_mode import GraphMode
 
+from dsv4core.framework import known
+from dsv4core.framework.known import KnownBackend
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "engine"))  # the job's checkpoint: its configuration is that of the recordings
 
@@ -75,3 +78,11 @@ def config() -> Any:
         return made
 
     return make
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that is known, and that no developer has installed."""
+    acme = KnownBackend("dsv4-plugin-acme", "kernels of nobody")
+    monkeypatch.setattr(known, "KNOWN_BACKENDS", {**known.KNOWN_BACKENDS, "acme": acme})
+    return "acme"

@@ -111,13 +111,13 @@ def test_a_rank_that_cannot(ranks: Any, config: Any) -> None:
     assert str(caught.value) == "Rank 1 of 2: backend=reference cannot run this request: [platform] no."
 
 
-def test_ranks_that_all_cannot(ranks: Any, config: Any) -> None:
+def test_ranks_that_all_cannot(ranks: Any, config: Any, absent: str) -> None:
     asked: list[str] = []
     ranks(lambda verdict, summary: (asked.append(verdict) or verdict, summary))
     with pytest.raises(ConfigError) as caught:
-        make_layer(config({"backend": "rocm_aiter"}))
+        make_layer(config({"backend": absent}))
     assert asked == [str(caught.value)]
-    assert "Run `pip install dsv4-plugin-rocm-aiter`" in asked[0]
+    assert "Run `pip install dsv4-plugin-acme`" in asked[0]
 
 
 def test_any_failure_of_a_rank_reaches_the_others(

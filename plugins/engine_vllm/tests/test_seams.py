@@ -96,15 +96,15 @@ MISTAKES = [
         'additional_config["dsv4"]["options"] belong to a named backend; name it.',
     ),
     (
-        {"backend": "rocm_aiter"},
-        "backend=rocm_aiter cannot run this request: [package-missing] Backend 'rocm_aiter' is not "
-        "installed. Run `pip install dsv4-plugin-rocm-aiter`. What could run here, if you name it: ",
+        {"backend": "acme"},
+        "backend=acme cannot run this request: [package-missing] Backend 'acme' is not installed. "
+        "Run `pip install dsv4-plugin-acme`. What could run here, if you name it: ",
     ),
 ]
 
 
 @pytest.mark.parametrize(("given", "text"), MISTAKES)
-def test_mistakes_end_in_one_line(vllm: None, config: Any, given: object, text: str) -> None:
+def test_mistakes_end_in_one_line(vllm: None, config: Any, absent: str, given: object, text: str) -> None:
     with pytest.raises(DSV4Error) as caught:
         make_layer("cpu", config(given))
     assert str(caught.value).startswith(text)  # what else is installed is named behind it
@@ -221,17 +221,17 @@ def test_codes_of_another_flavour_are_refused(
 
 
 def test_auto_that_finds_nothing_says_so_in_one_line(
-    vllm: None, config: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: None, config: Any, absent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dsv4_vllm import choice
 
     select = choice.select
-    monkeypatch.setattr(choice, "select", lambda request: select(request, order={"cpu": ["rocm_aiter"]}))
+    monkeypatch.setattr(choice, "select", lambda request: select(request, order={"cpu": [absent]}))
     with pytest.raises(ConfigError) as caught:
         make_layer("cpu", config({"backend": "auto"}))
     text = str(caught.value)
     assert text.startswith(
-        'additional_config["dsv4"]["backend"]="auto" found none that can run this (rocm_aiter: [pack'
+        'additional_config["dsv4"]["backend"]="auto" found none that can run this (acme: [package-missing'
     )
     assert text.endswith("; name one.")
     assert "\n" not in text

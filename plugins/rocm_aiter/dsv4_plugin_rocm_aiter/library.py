@@ -70,17 +70,17 @@ def found(probe: Probe) -> Aiter:
 
 
 def reasons(probe: Probe) -> Iterator[Reason]:
-    """Why the installed AITER cannot be used, beyond being absent, a namesake alone, or too old."""
+    """Why AITER cannot be used; where it is absent or too old, what is here, and who brings all of it."""
     version = installed(DISTRIBUTION)
     if version is None:
-        return
-    if not _is_of_amd():
+        yield Reason("package-missing", f"Here are {found(probe='static').versions}.", f"{SOURCES}.")
+    elif not _is_of_amd():
         text = f"{DISTRIBUTION} {version} is installed, and the files of `aiter` are another project's."
         fix = f"Run `pip uninstall aiter {DISTRIBUTION}`, then `{INSTALL}`."
         yield Reason("package-wrong", text, fix)
     elif probe == "static":
         if not fits(version, LEAST, None):
-            yield Reason("package-version", f"Installed are {found(probe).versions}.", f"{SOURCES}.")
+            yield Reason("package-version", f"Here are {found(probe).versions}.", f"{SOURCES}.")
     else:
         yield from _rocm_reasons(version)
 

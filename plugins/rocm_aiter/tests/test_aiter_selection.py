@@ -63,18 +63,22 @@ def found() -> list[Reason]:
 
 
 def test_none_is_installed(site: Path) -> None:
-    (reason,) = found()
+    reason, versions = found()
     assert (reason.code, reason.text) == (
         "package-missing",
         "It needs amd-aiter>=0.1.18, which is not installed.",
     )
+    assert versions.code == "package-missing"
+    assert versions.text.startswith("Here are amd-aiter (not installed), flydsl (not installed), triton 3.")
+    assert versions.fix == f"{library.SOURCES}."
     assert "git+https://github.com/ROCm/aiter@v0.1.20.post1" in str(reason.fix)
 
 
 def test_the_library_of_iterators(site: Path) -> None:
     """PyPI's `aiter` is imported by the same name."""
     distribution(site, "aiter", "0.13.20191203", "aiter/__init__.py")
-    (reason,) = found()
+    reason, versions = found()
+    assert versions.text.startswith("Here are amd-aiter (not installed), ")
     assert (reason.code, reason.text) == (
         "package-wrong",
         "It needs amd-aiter>=0.1.18, but the installed 'aiter' is of another distribution.",
@@ -105,7 +109,7 @@ def test_the_one_of_pypi(site: Path) -> None:
         "It needs amd-aiter>=0.1.18, and amd-aiter 0.1.7.post2.dev18 is installed.",
     )
     assert versions.code == "package-version"
-    assert versions.text.startswith("Installed are amd-aiter 0.1.7.post2.dev18, flydsl 0.1.5, triton 3.")
+    assert versions.text.startswith("Here are amd-aiter 0.1.7.post2.dev18, flydsl 0.1.5, triton 3.")
     assert versions.fix == f"{library.SOURCES}."
 
 
@@ -220,7 +224,8 @@ def test_explain(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     ],
 )
 def test_refusals(changes: dict[str, Any], code: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "installed", lambda name: None)
+    monkeypatch.setattr(library, "installed", VERSIONS.get)
+    monkeypatch.setattr(library, "_is_of_amd", lambda: True)
     (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, **changes))
     assert (reason.code, reason.text) == (code, text)
     assert reason.fix
