@@ -3,8 +3,8 @@
     python -m dsv4_plugin_rocm_aiter.report [FOLDER]
 
 runs the whole suite and verified runs in both cache formats, and packs what they said with versions and
-variables into `FOLDER/dsv4-rocm-aiter-<chip>.tar.gz`. Weights are random and not in it; paths are, in variables
-and tracebacks.
+variables into `FOLDER/dsv4-rocm-aiter-<chip>.tar.gz`. Weights are random and not in it; paths may be, in
+variables and tracebacks.
 """
 
 from __future__ import annotations
