@@ -67,6 +67,10 @@ class Symbol:
         """The function's, without its module."""
         return self.target.rpartition(".")[2]
 
+    def __str__(self) -> str:
+        """Its name, and what it is written in: one function may be two kernels."""
+        return f"{self.name} ({self.technology})"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -111,9 +115,8 @@ class Route:
 
     def __str__(self) -> str:
         """A line for people."""
-        who = "the core" if self.symbol is None else f"AITER's {self.symbol.name}"
-        why = f" ({'; '.join(self.passed_over)})" if self.passed_over else ""
-        return f"{self.op} by {who}{why}"
+        who = "the core" if self.symbol is None else f"AITER's {self.symbol}"
+        return "; ".join([f"{self.op} by {who}", *self.passed_over])
 
 
 @cache
@@ -133,7 +136,7 @@ def routes(asked: Asked, library: Aiter) -> dict[str, Route]:
     lacking = [op for op in TOGETHER if own[op].symbol is None]
     for op in TOGETHER if lacking else ():
         if (symbol := own[op].symbol) is not None:
-            why = f"{symbol.name} needs {lacking[0]} to be AITER's"
+            why = f"{symbol} needs {lacking[0]} to be AITER's"
             own[op] = Route(op, None, (*own[op].passed_over, why), asked.heads)
     return own
 
@@ -147,7 +150,7 @@ def route(op: str, asked: Asked, library: Aiter) -> Route:
         why = next(_why_not(symbol, asked, library), "")
         if not why:
             return Route(op, symbol, tuple(passed), max(asked.heads, symbol.least_heads))
-        passed.append(f"{symbol.name} {why}")
+        passed.append(f"{symbol} {why}")
     return Route(op, None, tuple(passed), asked.heads)
 
 

@@ -92,7 +92,7 @@ def layout_of(ledger: Ledger) -> KVCacheLayout:
 
 def filled(name: str, kind: LayerKind) -> tuple[Ledger, Step]:
     """Caches that a backend has written: a prompt, then a decode beside a longer prompt."""
-    case = Case(kind, heads=64, kv_cache_dtype="fp8_ds_mla", limits=LIMITS)
+    case = Case(kind, heads=64, kv_cache_dtype="fp8_ds_mla", index_topk=64, limits=LIMITS)
     try:
         ledger = Ledger(Subject(name, device=DEVICE), case)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -183,14 +184,18 @@ def test_explain(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     said = capsys.readouterr().out
     assert "amd-aiter 0.1.20.post1, flydsl 0.3.1, triton 3." in said
     assert library.SOURCES in said
-    assert "decode by AITER's pa_decode_sparse (mla_decode_fwd_v4_nm is for rows of two buffers)" in said
-    assert "insert by the core (fused_qk_norm_rope_group_quant is for rows of two buffers; " in said
+    assert "decode by AITER's pa_decode_sparse (gluon); mla_decode_fwd_v4_nm (asm) is for rows of two" in said
+    assert "insert by the core; fused_qk_norm_rope_group_quant (hip) is for rows of two buffers; " in said
     assert "inverse RoPE by the quantisation" in said
+    assert main([*words, "request.arch=gfx950", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]["c4a"]
+    symbols = {route["op"]: route["symbol"] and route["symbol"]["technology"] for route in plan["routes"]}
+    assert (symbols["decode"], symbols["insert"], plan["rotates_back"]) == ("gluon", None, "quantisation")
     assert main([*words, "request.arch=gfx942", "kv_cache_dtype=bf16", "backend.core=[index_topk]"]) == 0
     said = capsys.readouterr().out
-    assert "\nswa: decode by AITER's pa_decode_sparse (" in said
-    assert "pa_decode_sparse attends one pool, and this layer has two)" in said
-    assert "index_topk by the core (backend.core has index_topk)" in said
+    assert "\nswa: decode by AITER's pa_decode_sparse (triton); " in said
+    assert "pa_decode_sparse (triton) attends one pool, and this layer has two\n" in said
+    assert "index_topk by the core; backend.core has index_topk" in said
     assert main([*words, "request.arch=gfx90a"]) == 2
     assert "It is made for gfx942 and gfx950, and this is gfx90a." in " ".join(
         capsys.readouterr().out.split()
