@@ -18,6 +18,7 @@ from typing import Any
 
 from dsv4core.api import Reason, Requirement
 from dsv4core.api.selection import Probe
+from dsv4core.framework.kernels import TRITON
 from dsv4core.libraries import installed
 
 DISTRIBUTION, LEAST = "amd-aiter", "0.1.18"
@@ -28,7 +29,6 @@ INSTALL = (
 """From source, beside the installed ROCm, torch and Triton: without the variable it brings a Triton."""
 SOURCES = "AMD's images (rocm/vllm-dev, rocm/atom) and the releases of github.com/ROCm/aiter bring all three"
 REQUIREMENT = Requirement("aiter", DISTRIBUTION, INSTALL, f">={LEAST}")
-TRITON = ("triton", "triton-rocm", "pytorch-triton-rocm")
 TRITON_ONLY = "AITER_TRITON_ONLY"
 """The variable with which AITER has its Triton kernels alone: without it, an import needs ROCm."""
 
@@ -63,7 +63,7 @@ def found(probe: Probe) -> Aiter:
     return Aiter(
         installed(DISTRIBUTION),
         installed("flydsl"),
-        next(filter(None, map(installed, TRITON)), None),
+        next(filter(None, map(installed, (TRITON.distribution, *TRITON.alternatives))), None),
         os.environ.get(TRITON_ONLY) == "1",
         missing if probe == "host" else None,
     )

@@ -21,10 +21,12 @@ from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 
+from dsv4_plugin_rocm_aiter.library import DISTRIBUTION
 from dsv4core.api import ConfigError
+from dsv4core.framework.kernels import TRITON
 from dsv4core.framework.platform import guess_machine
 
-PACKAGES = ("amd-aiter", "aiter", "flydsl", "triton", "triton-rocm", "pytorch-triton-rocm", "torch", "numpy")
+PACKAGES = (DISTRIBUTION, "aiter", "flydsl", TRITON.distribution, *TRITON.alternatives, "torch", "numpy")
 VARIABLES = (
     "AITER_",
     "AMDGCN_",
