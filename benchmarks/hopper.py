@@ -37,6 +37,23 @@ SETS = (
         )
         for backend in ("hopper", "flashmla", "triton")
     ),
+    # `auto` with fewer heads, and on plain rows.
+    *(
+        (
+            *(f"backend={backend}", "model=v4_flash", f"request.tensor_parallel={ranks}", DECODE),
+            *("bench.kind=[c4a,c128a]", "bench.op=[layer.step]", "bench.tokens=[1,64]"),
+        )
+        for ranks in (2, 4, 8)
+        for backend in ("hopper", "triton")
+    ),
+    *(
+        (
+            *(f"backend={backend}", f"kv_cache_dtype={dtype}", "model=v4_flash", DECODE),
+            *("bench.kind=[c4a,c128a]", "bench.op=[forward_mqa,layer.step]", "bench.tokens=[1,64,256]"),
+        )
+        for dtype in ("bf16", "fp8_e4m3")
+        for backend in ("hopper", "triton")
+    ),
     *(
         (
             *("backend=hopper", "backend.operands=f16", f"model={model}", C4A, ATTENTION, DECODE),

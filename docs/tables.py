@@ -31,6 +31,7 @@ OURS = {
     "flashmla": "dsv4_plugin_flashmla.plugin",
     "flashinfer": "dsv4_plugin_flashinfer.plugin",
     "rocm_aiter": "dsv4_plugin_rocm_aiter.plugin",
+    "hopper": "dsv4_plugin_hopper.plugin",
 }
 """Backends of the repository, and their modules."""
 PROVEN: dict[str, tuple[str, str, str, str]] = json.loads((DOCS / "proven.json").read_text())
@@ -168,6 +169,27 @@ def by_tokens(
     return table((*head, *(f"{count} token{'s' * (count > 1)}, µs" for count in tokens)), lines)
 
 
+def hopper() -> str:
+    """Decodes' attention beside FlashMLA, and layers beside other backends', of one run."""
+    rows = [
+        row
+        for row in measured("hopper")
+        if row["phase"] == "decode" and row["options"].get("operands") != "f16"
+    ]
+    return by_tokens(
+        rows,
+        ("operation", "kind", "context", "heads", "backend"),
+        lambda row: (
+            row["op"],
+            row["kind"],
+            f"{row['shape']['context']:,}",
+            row["shape"]["heads"],
+            row["backend"],
+        ),
+        lambda row: f"{row['us']:,.1f}",
+    )
+
+
 def peers() -> str:
     """Microseconds of peers on an H200, by the rows that they read, heads and query tokens."""
     rows = [
@@ -273,6 +295,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": layers,
     "flashmla": lambda: steps("flashmla"),
     "plain": lambda: steps("plain_caches"),
+    "hopper": hopper,
 }
 
 

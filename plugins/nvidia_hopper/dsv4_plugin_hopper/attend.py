@@ -55,8 +55,8 @@ def attend(
         scale: Of the scores.
         sinks: `[heads]` fp32, or None.
         want_lse: Whether log-sum-exps are wanted.
-        f16: Whether codes and what they meet are turned into f16 and not bf16: faster, for |q| and |k| below
-            65,504. Rows of bf16 are not turned.
+        f16: Whether codes and what they meet are turned into f16 and not bf16, for |q| and |k| below 65,504.
+            Rows of bf16 are not turned.
 
     Returns:
         `[queries, heads, 512]` bf16, and `[queries, heads]` fp32 or None.

@@ -45,7 +45,8 @@ class HopperOptions(BackendOptions):
     """Options of the backend.
 
     Attributes:
-        operands: What codes are turned into. `f16` is faster and as exact, for queries and keys below 65,504.
+        operands: What codes are turned into. `f16` has weights of three more bits, for queries and keys below
+            65,504, and is as fast.
 
     Raises:
         ConfigError: `operands` is neither.
