@@ -213,3 +213,13 @@ def test_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kept,) = (tmp_path / "dsv4core" / "hopper").iterdir()
     kept.write_bytes(b"kept")
     assert compiled.cubin() == b"kept"
+
+
+@with_bindings
+def test_places_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/trace_hopper.py` finds its lines in the source."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    from trace_hopper import PLACES, traced
+
+    source = traced()
+    assert all(f"mark(work, tile, {place}, warp, lane);" in source for place in range(len(PLACES)))
