@@ -74,6 +74,7 @@ def times(sources: list[Path], inputs: list[tuple[torch.Tensor, list[Pool]]]) ->
         compiled.SOURCE = source
         compiled.module.cache_clear()
         compiled.function.cache_clear()
+        compiled.clusters.cache_clear()
         out, _ = attend(*inputs[0], MODEL.softmax_scale, sinks)
         due = out if due is None else due
         calls = [lambda own=own: attend(*own, MODEL.softmax_scale, sinks) for own in inputs]

@@ -23,7 +23,7 @@ constexpr int KEYS = 64, HEADS = 64, WIDTH = 512;
 constexpr int ROW = 576;           // bytes of raw rows: no two of eight lanes find theirs in one bank
 constexpr int RING = 3;            // eights of a warp's raw rows: two are on their way while one is turned
 constexpr int SLICES = 16;         // of an item, at most
-constexpr float NOTHING = -1e30f;  // a reference before any key
+constexpr float NOTHING = -1e30f;  // a reference before any key: scores below it are none
 constexpr float SPARE = 8.f;       // bits by which a score may be above the reference
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -46,11 +46,11 @@ struct Work {
   const float* sinks;  // [heads], or none
   u16* out;            // [queries, heads, 512] bf16
   float* lse;          // [queries, heads], or none
-  int heads, blocks, items;  // blocks: of 64 heads of a query
-  float scale;               // with log2(e) in it
+  int heads, head_blocks, items;  // head_blocks: of 64 heads, of a query; each is an item
+  float scale;                    // with log2(e) in it
   int slice, slices, start, step;
-  DEVICE int query(int item) const { return item / blocks; }
-  DEVICE int first_head(int item) const { return (item - query(item) * blocks) * HEADS; }
+  DEVICE int query(int item) const { return item / head_blocks; }
+  DEVICE int first_head(int item) const { return (item - query(item) * head_blocks) * HEADS; }
   DEVICE int heads_of(int item) const { return min(HEADS, heads - first_head(item)); }
 };
 
@@ -71,8 +71,8 @@ struct __align__(1024) Shared {
   int rescale[4];
   Walk walk[4];
   u64 sources[4][16];  // where a warp's rows of a tile are; 0 for none
-  u64 there[4];  // a bit for each key of a tile
-  int kind[4];   // of a tile: LAST of its item, or of the WINDOW
+  __align__(8) u16 there[4][4];  // a bit for each key of a tile
+  int kind[4];                   // of a tile: LAST of its item, or of the WINDOW
   u64 rows_full[2], summed[2], weights_full, totals_full, totals_empty;
 };
 static_assert(sizeof(Shared) <= 227 << 10, "sm_90 has 227 KB for a block");
@@ -116,11 +116,11 @@ template <int FORMAT> struct Bringing {
     const int of_window = (seen + KEYS - 1) / KEYS, all = of_window + (found + KEYS - 1) / KEYS;
     const int first = work.slice * all / work.slices, end = (work.slice + 1) * all / work.slices;
     const int mine = max(min(of_window, end) - first, 0), others = end - first - mine;
-    const int place = mine > 0 ? 0 : first - of_window;  // the first tile of entries
+    const int skipped = mine > 0 ? 0 : first - of_window;  // tiles of entries
     const int* window = work.window.slots + seen_row * work.window.slot_stride + first * KEYS;
-    const int* entries = work.entries.slots + found_row * work.entries.slot_stride + place * KEYS;
+    const int* entries = work.entries.slots + found_row * work.entries.slot_stride + skipped * KEYS;
     if (mine > 0) walk(window, seen - first * KEYS, mine, 1);
-    else if (others > 0) walk(entries, found - place * KEYS, others, 0);
+    else if (others > 0) walk(entries, found - skipped * KEYS, others, 0);
     else walk(window, 0, 1, 0);  // a tile of nothing
     shared.walk[warp] = {entries, found, mine > 0 ? others : 0, item};
     __syncwarp();
@@ -150,8 +150,9 @@ template <int FORMAT> struct Bringing {
   DEVICE void next() {  // a tile: what it is, where its rows are, and their scales
     ++tile, more = kind >= 0;
     if (!more) return;
+    __syncwarp();  // the last tile's sources have been read
     const u32 lanes = lanes_of(slot >= 0);
-    if (lane == 0) ((u16*)&shared.there[tile & 3])[warp] = lanes;
+    if (lane == 0) shared.there[tile & 3][warp] = lanes;
     if (lane == 0 && warp == 0) shared.kind[tile & 3] = kind;
     u64 row, scales;
     find(row, scales);
@@ -172,7 +173,7 @@ template <int FORMAT> struct Bringing {
                      (mine ? window.page_shift : entries.page_shift);
     const u32 offset = slot - page * page_size;
     const u64 base = scales + page * (mine ? window.page_stride : entries.page_stride);
-    row = base + offset * BYTES, scales = base + (u64)page_size * BYTES + offset * 8;
+    row = base + (u64)offset * BYTES, scales = base + (u64)page_size * BYTES + (u64)offset * 8;
   }
   DEVICE const u8* source(int row, bool& there) const {  // of a row, this lane's quarter
     u64 at = shared.sources[warp][row];
@@ -280,7 +281,8 @@ DEVICE void wide_rows(Shared& shared, const Work& work, int warp, int lane) {
       const u8* source = ahead.source(half * 8 + eighth, there);
       const u32 to = shared_address(shared.operands[tile & 1]) + (warp * 16 + half * 8 + eighth) * 128;
 #pragma unroll 4
-      for (int i = 0; i < 16; ++i) copy16(to + (i >> 1) * 8192 + (((4 * (i & 1) + quarter) ^ eighth) << 4), source + i * 64, there);
+      for (int i = 0; i < 16; ++i)
+        copy16(to + (i >> 1) * 8192 + (((4 * (i & 1) + quarter) ^ eighth) << 4), source + i * 64, there);
     }
     arrive_after_copies(shared.rows_full[tile & 1]);
     arrive_once(shared.rows_full[tile & 1], lane);
@@ -383,15 +385,16 @@ DEVICE void raise(Shared& shared, Softmax& own, int warp, int lane, const float 
   for (int i = 0; i < 32; ++i) s[i] += lower[i >> 1 & 1];
 }
 
-// Weights of a tile: 2^(score - reference), and their sums. `all`: a bit for each key that is there. Both are multiplied by the scale of the tile's pool, `of_pool`,
-// which is no bf16.
+// Weights of a tile: 2^(score - reference), and their sums. `keys`: a bit for each key that is there. A pool's scale, which
+// is no bf16, is in scores, and in the weights that values are summed up with, but not in the sums of weights.
 template <int FORMAT, bool F16>
-DEVICE void weigh(Shared& shared, Softmax& own, int tile, u64 all, int warp, int lane, float scale, float of_pool, float (&s)[32]) {
-  const u64 there = all >> (2 * (lane & 3));
+DEVICE void weigh(Shared& shared, Softmax& own, int tile, u64 keys, int warp, int lane, float scale, float of_pool,
+                  float (&s)[32]) {
+  const u64 there = keys >> (2 * (lane & 3));
   const float factor = scale * of_pool;
 #pragma unroll
   for (int i = 0; i < 32; ++i) s[i] = fmaf(s[i], factor, own.fresh ? 0.f : -own.reference[i >> 1 & 1]);
-  if (~all) {
+  if (~keys) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (!(there >> (8 * i) & 1)) s[4 * i] = s[4 * i + 2] = -infinity();
@@ -405,7 +408,7 @@ DEVICE void weigh(Shared& shared, Softmax& own, int tile, u64 all, int warp, int
   if (tile >= 1) wait(shared.summed[(tile - 1) & 1], ((tile - 1) >> 1) & 1);  // the last weights have been read
   if (above) raise(shared, own, warp, lane, highest, s);
   if (lane == 0) shared.rescale[warp] = above && !own.fresh;
-  own.fresh = own.fresh && all == 0;
+  own.fresh = own.fresh && keys == 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) s[i] = exp2_of(s[i]), own.sums[i >> 1 & 1] += s[i];
   if (FORMAT == CODES)
@@ -447,13 +450,13 @@ template <int FORMAT, bool F16> DEVICE void scores(Shared& shared, const Work& w
     wait(shared.rows_full[tile & 1], (tile >> 1) & 1);
     shared_for_products();
     multiply<F16>(shared, tile, queries, s);
-    const u64 there = shared.there[tile & 3];
+    const uint2 there = load8(shared_address(shared.there[tile & 3]));
     const int kind = of_warp(shared.kind[tile & 3]), next = item + work.step;
     const float* scale = kind & WINDOW ? work.window.scale : work.entries.scale;
     const float of_pool = FORMAT == CODES && scale ? __ldg(scale) : 1.f;
     if (kind & LAST && next < work.items) expect_queries(work, next, warp * 32 + lane);
     products_wait<0>();
-    weigh<FORMAT, F16>(shared, own, tile, there, warp, lane, work.scale, of_pool, s);
+    weigh<FORMAT, F16>(shared, own, tile, (u64)there.y << 32 | there.x, warp, lane, work.scale, of_pool, s);
     if (!(kind & LAST)) continue;
     hand_over(shared, own, number++, warp, lane);
     own = Softmax(), item = next;
@@ -536,29 +539,25 @@ DEVICE void write_whole(Shared& shared, const Work& work, int item, int part, in
   }
 }
 
-// Slices of an item: each of them adds up a share of the rows of all.
-template <int FORMAT>
-DEVICE void write_merged(Shared& shared, const Work& work, int part, int warp, int lane, const float (&o)[128]) {
-  float* sums = (float*)shared.operands;  // 128 KB
-  const int item = work.start, first = work.first_head(item), heads = work.heads_of(item);
-  const i64 first_row = (i64)work.query(item) * work.heads + first;
-  lane = anew(lane);  // no registers for addresses before
-  const int thread = part * 128 + warp * 32 + lane, slice = work.slice, slices = work.slices;
-  meet(5, 256);  // operands have been read
+// A slice's sums, in its own memory: no two of eight lanes write to one bank.
+DEVICE float* sum_at(float* sums, int head, int channel) {
+  return &sums[head * WIDTH + (channel ^ (head & 7) << 3 ^ (head & 1) << 2)];
+}
+template <int FORMAT> DEVICE void keep_sums(float* sums, int part, int warp, int lane, const float (&o)[128]) {
 #pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    const int row = warp * 16 + (lane >> 2) + 8 * x, turned = (row & 7) << 3 ^ (row & 1) << 2;  // banks
+  for (int x = 0; x < 2; ++x)
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int at = 16 * i + 4 * j + 2 * x;
-        *(float2*)&sums[row * WIDTH + ((part * 256 + channel<FORMAT>(i, j, lane & 3)) ^ turned)] = make_float2(o[at], o[at + 1]);
+        const int at = 16 * i + 4 * j + 2 * x, head = warp * 16 + (lane >> 2) + 8 * x;
+        *(float2*)sum_at(sums, head, part * 256 + channel<FORMAT>(i, j, lane & 3)) = make_float2(o[at], o[at + 1]);
       }
-  }
-  cluster_meet();
-  // All slices' references and totals, then shares of them: where weights were.
-  float2* of_slices = (float2*)shared.weights;
+}
+
+// What each slice's sums are multiplied by, [slices, heads], from references and totals of all, which are loaded at once.
+DEVICE void share(Shared& shared, const Work& work, float2* of_slices, int thread) {
+  const int first = work.first_head(work.start), heads = work.heads_of(work.start), slices = work.slices;
 #pragma unroll
   for (int i = 0; i < SLICES / 4; ++i) {
     const int other = 4 * i + (thread >> 6), head = thread & 63;
@@ -576,29 +575,49 @@ DEVICE void write_merged(Shared& shared, const Work& work, int part, int warp, i
       const float share = exp2_of(own.x - highest);
       of_slices[x * HEADS + thread].x = share, total += own.y * share;
     }
-    if (work.lse && slice == 0 && thread < heads) work.lse[first_row + thread] = log_sum(highest, total);
+    const i64 row = (i64)work.query(work.start) * work.heads + first;
+    if (work.lse && work.slice == 0 && thread < heads) work.lse[row + thread] = log_sum(highest, total);
     const float inverse = inverse_of(work.sinks && thread < heads ? work.sinks + first + thread : nullptr, highest, total);
     for (int x = 0; x < slices; ++x) of_slices[x * HEADS + thread].x *= inverse;
   }
   meet(5, 256);
-  const int fours = heads * WIDTH / 4, end = (slice + 1) * fours / slices;
-  for (int four = slice * fours / slices + thread; four < end; four += 256) {
-    const int head = four >> 7, own = (four & 127) * 4;
-    const u32 at = shared_address(&sums[head * WIDTH + (own ^ (head & 7) << 3 ^ (head & 1) << 2)]);
-    float4 sum = make_float4(0, 0, 0, 0);
+}
+
+// Four channels of all slices' sums: eight slices' loads are on their way at once.
+DEVICE float4 sum_of_slices(u32 at, const float2* of_slices, int slices, int head) {
+  float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-    for (int x = 0; x < SLICES; x += 8) {  // eight at once
-      if (x >= slices) break;
-      float4 v[8];
+  for (int x = 0; x < SLICES; x += 8) {
+    if (x >= slices) break;
+    float4 v[8];
 #pragma unroll
-      for (int y = 0; y < 8; ++y) v[y] = x + y < slices ? remote_float4(of_block(at, x + y)) : make_float4(0, 0, 0, 0);
+    for (int y = 0; y < 8; ++y) v[y] = x + y < slices ? remote_float4(of_block(at, x + y)) : make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int y = 0; y < 8; ++y) {
-        const float share = x + y < slices ? of_slices[(x + y) * HEADS + head].x : 0.f;
-        sum.x += share * v[y].x, sum.y += share * v[y].y, sum.z += share * v[y].z, sum.w += share * v[y].w;
-      }
+    for (int y = 0; y < 8; ++y) {
+      const float share = x + y < slices ? of_slices[(x + y) * HEADS + head].x : 0.f;
+      sum.x += share * v[y].x, sum.y += share * v[y].y, sum.z += share * v[y].z, sum.w += share * v[y].w;
     }
-    *(uint2*)(work.out + (first_row + head) * WIDTH + own) = make_uint2(pair<false>(sum.x, sum.y), pair<false>(sum.z, sum.w));
+  }
+  return sum;
+}
+
+// Slices of an item: each of them adds up a share of the rows of all.
+template <int FORMAT>
+DEVICE void write_merged(Shared& shared, const Work& work, int part, int warp, int lane, const float (&o)[128]) {
+  lane = anew(lane);  // no registers for addresses before
+  float* sums = (float*)shared.operands;         // 128 KB
+  float2* of_slices = (float2*)shared.weights;   // 8 KB
+  const int thread = part * 128 + warp * 32 + lane, slice = work.slice, slices = work.slices;
+  meet(5, 256);  // operands have been read
+  keep_sums<FORMAT>(sums, part, warp, lane, o);
+  cluster_meet();
+  share(shared, work, of_slices, thread);
+  const i64 row = (i64)work.query(work.start) * work.heads + work.first_head(work.start);
+  const int fours = work.heads_of(work.start) * WIDTH / 4, end = (slice + 1) * fours / slices;
+  for (int four = slice * fours / slices + thread; four < end; four += 256) {
+    const int head = four >> 7, first = (four & 127) * 4;
+    const float4 sum = sum_of_slices(shared_address(sum_at(sums, head, first)), of_slices, slices, head);
+    *(uint2*)(work.out + (row + head) * WIDTH + first) = make_uint2(pair<false>(sum.x, sum.y), pair<false>(sum.z, sum.w));
   }
   cluster_leave();  // a block's memory lasts until all have read it
 }
@@ -661,10 +680,10 @@ template <int FORMAT, bool F16> DEVICE void attend(Work work) {
                       slots, slot_stride, owners,    lengths,     columns};                                            \
     const Pool entries{more_rows,  more_page_stride, more_page_size, more_page_factor, more_page_shift, more_scale,    \
                        more_slots, more_slot_stride, more_owners,    more_lengths,     more_columns};                  \
-    attend<FORMAT, F16>(Work{q, q_stride, window, entries, sinks, out, lse, heads, (heads + HEADS - 1) / HEADS, items, scale}); \
+    const int head_blocks = (heads + HEADS - 1) / HEADS;                                                               \
+    attend<FORMAT, F16>(Work{q, q_stride, window, entries, sinks, out, lse, heads, head_blocks, items, scale});        \
   }
 ENTRY(packed_bf16, PACKED, false)
 ENTRY(packed_f16, PACKED, true)
 ENTRY(codes_bf16, CODES, false)
-ENTRY(codes_f16, CODES, true)
 ENTRY(wide_bf16, WIDE, false)

@@ -10,6 +10,7 @@ import torch
 
 from dsv4_plugin_hopper import compiled
 from dsv4_plugin_hopper.compiled import FLOAT, INT, LONG, POINTER, UNSIGNED
+from dsv4_plugin_hopper.plugin import E4M3_IN_F16
 from dsv4core.api import ConfigError
 from dsv4core.kvcache import KVCache
 
@@ -62,33 +63,57 @@ def attend(
         `[queries, heads, 512]` bf16, and `[queries, heads]` fp32 or None.
 
     Raises:
-        ConfigError: Pages are apart by what cannot be loaded.
+        ConfigError: Pools are not one or two, of one format; slots are of another type or apart, pages
+            apart by what cannot be loaded; f16 is asked for E4M3 rows.
     """
+    check(pools, f16)
     queries, heads, width = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if want_lse else None
     if q.stride()[1:] != (width, 1) or q.stride(0) % 8 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)
-    if queries == 0:
+    if q.numel() == 0:
         return out, lse
     window, *further = pools
     tiles = sum(-(-pool.slots.shape[1] // KEYS) for pool in pools)
     items = queries * -(-heads // HEADS)
     arguments = (
-        *((q.data_ptr(), POINTER), (q.stride(0), LONG)),
+        (q.data_ptr(), POINTER),
+        (q.stride(0), LONG),
         *_of_pool(window),
         *(_of_pool(further[0]) if further else _nothing(window)),
-        *((_address(sinks), POINTER), (out.data_ptr(), POINTER), (_address(lse), POINTER)),
-        *((heads, INT), (items, INT), (scale * LOG2_E, FLOAT)),
+        (_address(sinks), POINTER),
+        (out.data_ptr(), POINTER),
+        (_address(lse), POINTER),
+        (heads, INT),
+        (items, INT),
+        (scale * LOG2_E, FLOAT),
     )
     name = kernel_name(window.cache.format.name, f16)
     compiled.launch(name, q.device.index, grid(name, q.device.index, items, tiles), THREADS, arguments)
     return out, lse
 
 
+def check(pools: Sequence[Pool], f16: bool) -> None:
+    """Refuse what the kernel would read as something else."""
+    names = [pool.cache.format.name for pool in pools]
+    if len(pools) not in (1, 2) or len(set(names)) != 1 or names[0] not in KERNELS:
+        raise ConfigError(
+            f"Pools are of {', '.join(names) or 'no rows'}; give one or two, of one of {', '.join(KERNELS)}."
+        )
+    if f16 and names[0] == "fp8_e4m3":
+        raise ConfigError(f"{E4M3_IN_F16}; set backend.operands=bf16.")
+    for pool in pools:
+        if pool.slots.dtype is not torch.int32 or pool.slots.stride(1) != 1:
+            dtype = str(pool.slots.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"Slots are {dtype}, {pool.slots.stride(1)} apart in a row; give int32, side by side."
+            )
+
+
 def kernel_name(format: str, f16: bool) -> str:
     """The entry of `attend.cu` for rows of a format."""
-    return f"{KERNELS[format]}_{'f16' if f16 and format != 'bf16' else 'bf16'}"
+    return f"{KERNELS[format]}_{'f16' if f16 and format == 'fp8_ds_mla' else 'bf16'}"
 
 
 def grid(kernel: str, device: int, items: int, tiles: int) -> tuple[int, int, int]:
@@ -110,16 +135,23 @@ def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:
             "give pools and strides of whole 16 bytes, or use backend=triton."
         )
     return (
-        *((cache.pool.data_ptr(), POINTER), (cache.page_stride_bytes, LONG)),
-        *((number, UNSIGNED) for number in (cache.page_size, *quotient(cache.page_size))),
-        *((_address(cache.scale), POINTER), (slots.data_ptr(), POINTER), (slots.stride(0), LONG)),
-        *((_address(pool.owners), POINTER), (_address(pool.lengths), POINTER), (slots.shape[1], INT)),
+        (cache.pool.data_ptr(), POINTER),
+        (cache.page_stride_bytes, LONG),
+        (cache.page_size, UNSIGNED),
+        *((number, UNSIGNED) for number in quotient(cache.page_size)),
+        (_address(cache.scale), POINTER),
+        (slots.data_ptr(), POINTER),
+        (slots.stride(0), LONG),
+        (_address(pool.owners), POINTER),
+        (_address(pool.lengths), POINTER),
+        (slots.shape[1], INT),
     )
 
 
 def _nothing(like: Pool) -> tuple[tuple[Any, Any], ...]:
     """A pool of which no column is looked at."""
-    return (*_of_pool(like)[:8], (0, POINTER), (0, POINTER), (0, INT))
+    *pool_and_slots, _, _, _ = _of_pool(like)
+    return (*pool_and_slots, (0, POINTER), (0, POINTER), (0, INT))
 
 
 def quotient(divisor: int) -> tuple[int, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterable
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -20,53 +21,83 @@ SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("attend.cu", "ptx.
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 SHARED_BYTES = 227 << 10
 """What sm_90 lets a block have."""
+LOADING = "update the driver, or install the torch and cuda-bindings of its CUDA"
+"""What to do where the driver does not take the kernels."""
 
 
-@lru_cache
+@cache
 def function(name: str, device: int) -> Any:
-    """A kernel of the source on a device, whose context is current.
+    """A kernel of the source on a device.
 
     Raises:
         DSV4Error: It does not compile, or the driver does not take it.
     """
-    found = _checked(driver.cuModuleGetFunction(module(device), name.encode()))
+    found = _checked(driver.cuModuleGetFunction(module(device), name.encode()), LOADING)
     attributes = driver.CUfunction_attribute
     most_bytes = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     large_clusters = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED  # above 8
     for attribute, value in ((most_bytes, SHARED_BYTES), (large_clusters, 1)):
-        _checked(driver.cuFuncSetAttribute(found, attribute, value))
+        _checked(driver.cuFuncSetAttribute(found, attribute, value), LOADING)
     return found
 
 
-def load(names: Iterable[str], device: torch.device) -> None:
-    """Compile kernels, and load them into the context of a device."""
+def load(names: Iterable[str], device: torch.device, cluster_sizes: Iterable[int], threads: int) -> None:
+    """Compile kernels, load them, and ask how many clusters run at once: a capture finds all of it."""
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # a context is current
+        number = torch.cuda.current_device()
         for name in names:
-            function(name, torch.cuda.current_device())
+            for size in cluster_sizes:
+                clusters(name, number, size, threads)
 
 
-@lru_cache
+@cache
 def module(device: int) -> Any:
-    """The kernels, loaded into the current context of a device."""
-    return _checked(driver.cuModuleLoadData(cubin()))
+    """The kernels, loaded into a device's context. A kept file that the driver refuses is made anew."""
+    with _context(device):
+        status, found = driver.cuModuleLoadData(cubin())
+        if int(status) == 0:
+            return found
+        return _checked(driver.cuModuleLoadData(cubin(anew=True)), LOADING)
 
 
-def cubin() -> bytes:
-    """The compiled source: from disk where this NVRTC has compiled it before."""
+def cubin(anew: bool = False) -> bytes:
+    """The compiled source: from disk where this NVRTC has compiled it, unless it is to be made anew."""
     source, header, version = SOURCE.read_bytes(), HEADER.read_bytes(), _checked(nvrtc.nvrtcVersion())
     name = hashlib.sha256(source + header + repr((OPTIONS, version)).encode()).hexdigest()[:32]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    kept = home / "dsv4core" / "hopper" / f"{name}.cubin"
-    if kept.exists():
-        return kept.read_bytes()
+    with suppress(OSError, RuntimeError):  # no home, or none that can be read
+        if not anew:
+            return _kept(name).read_bytes()
     made = _compile(source, header)
-    with suppress(OSError):  # where nothing can be kept it is compiled in each process
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        new = kept.with_suffix(f".{os.getpid()}")
-        new.write_bytes(made)
-        new.replace(kept)  # whole or not at all, whoever else compiles it
+    with suppress(OSError, RuntimeError):  # where nothing can be kept it is compiled in each process
+        _keep(_kept(name), made)
     return made
+
+
+def _kept(name: str) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "dsv4core" / "hopper" / f"{name}.cubin"
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Whole or not at all, whoever else compiles it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _context(device: int) -> Iterator[None]:
+    """The device, and its context: a thread that has called nothing of CUDA's runtime has none yet."""
+    with torch.cuda.device(device):
+        if int(_checked(driver.cuCtxGetCurrent())) == 0:
+            _checked(driver.cuCtxSetCurrent(_checked(driver.cuDevicePrimaryCtxRetain(device))))
+        yield
 
 
 def launch(
@@ -88,19 +119,22 @@ def launch(
     Raises:
         DSV4Error: The driver refuses.
     """
-    with torch.cuda.device(device):
+    with _context(device):
         kernel, config = function(name, device), _config(grid, threads)
         config.hStream = torch.cuda.current_stream().cuda_stream
         values, types = zip(*arguments, strict=True)
         _checked(driver.cuLaunchKernelEx(config, kernel, (values, types), 0))
 
 
-@lru_cache
+@cache
 def clusters(name: str, device: int, blocks: int, threads: int) -> int:
-    """How many clusters of so many blocks a device runs at once."""
-    with torch.cuda.device(device):
+    """How many clusters of so many blocks a device runs at once; 0 where it has none of that size."""
+    with _context(device):
         config = _config((blocks, 1, 1), threads)
-        return int(_checked(driver.cuOccupancyMaxActiveClusters(function(name, device), config)))
+        status, found = driver.cuOccupancyMaxActiveClusters(function(name, device), config)
+    if status == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+        return 0
+    return int(_checked((status, found)))
 
 
 def _config(grid: tuple[int, int, int], threads: int) -> Any:
@@ -129,16 +163,13 @@ def _compile(source: bytes, header: bytes) -> bytes:
     return made
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def _checked(result: tuple[Any, ...], fix: str = "") -> Any:
     """What a call returns besides its status."""
     status, *values = result
     if int(status) != 0:
-        raise DSV4Error(
-            f"{type(status).__name__}: {status.name} ({int(status)}); update the driver or torch."
-        )
+        raise DSV4Error(f"{type(status).__name__}: {status.name} ({int(status)}){fix and f'; {fix}'}.")
     return values[0] if len(values) == 1 else tuple(values)
 
 
-POINTER, LONG, UNSIGNED, INT, FLOAT = (
-    *(ctypes.c_void_p, ctypes.c_longlong, ctypes.c_uint, ctypes.c_int, ctypes.c_float),
-)
+POINTER, LONG, UNSIGNED = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_uint
+INT, FLOAT = ctypes.c_int, ctypes.c_float

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4_plugin_hopper import compiled
-from dsv4_plugin_hopper.attend import KERNELS, KEYS, Pool, attend, kernel_name
+from dsv4_plugin_hopper.attend import KERNELS, KEYS, MOST_SLICES, THREADS, Pool, attend, kernel_name
 from dsv4core import libraries
 from dsv4core.api import (
     AttentionOutput,
@@ -82,7 +82,8 @@ class Layer:
         self._projection = OutputProjection(
             layer, weights, core_operations(plan), deep_gemm=bool(plan.projection_dtype)
         )
-        compiled.load([kernel_name(name, f16) for name in KERNELS], device)  # captures need them loaded
+        kernels = {kernel_name(name, f16) for name in KERNELS}
+        compiled.load(kernels, device, range(1, MOST_SLICES + 1), THREADS)
 
     def forward_mqa(
         self,

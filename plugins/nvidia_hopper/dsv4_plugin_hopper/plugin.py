@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 KV_FORMATS = ("fp8_ds_mla", "bf16", "fp8_e4m3")
 INDEX_FORMATS = ("fp8", "bf16", "fp32")
 OPERANDS = ("bf16", "f16")
+E4M3_IN_F16 = "backend.operands=f16 would lose small weights of E4M3 rows, which a pool's scale multiplies"
 NVRTC = Requirement("cuda.bindings", "cuda-bindings", "pip install 'cuda-bindings>=12.9'", ">=12.9")
 
 
@@ -45,8 +46,8 @@ class HopperOptions(BackendOptions):
     """Options of the backend.
 
     Attributes:
-        operands: What codes are turned into. `f16` has weights of three more bits, for queries and keys below
-            65,504, and is as fast.
+        operands: What codes of packed rows are turned into. `f16` has weights of three more bits, for queries
+            and keys below 65,504, and is as fast. Rows of bf16 are not turned, and those of E4M3 refuse it.
 
     Raises:
         ConfigError: `operands` is neither.
@@ -80,12 +81,12 @@ def dsv4_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def dsv4_unsupported_reasons(request: Request) -> Sequence[Reason]:
-    """Other architectures, sizes, activations, contexts over ranks."""
-    return list(_reasons(request))
+def dsv4_unsupported_reasons(request: Request, options: HopperOptions) -> Sequence[Reason]:
+    """Other architectures, sizes, activations, contexts over ranks; f16 for E4M3 rows."""
+    return list(_reasons(request, options))
 
 
-def _reasons(request: Request) -> Iterator[Reason]:
+def _reasons(request: Request, options: HopperOptions) -> Iterator[Reason]:
     if request.platform == "cuda" and request.arch != "sm_90":
         yield Reason("arch", f"It is made for sm_90, and this is {request.arch}.", "Use backend=triton.")
     elif request.platform == "cuda" and request.probe == "host" and libraries.installed("cuda-bindings"):
@@ -100,6 +101,8 @@ def _reasons(request: Request) -> Iterator[Reason]:
     if request.context_parallel > 1:
         text = f"context_parallel={request.context_parallel}, and a rank's kernel reads the whole context."
         yield Reason("parallel", text, "Set context_parallel=1.")
+    if options.operands == "f16" and request.kv_cache_dtype == "fp8_e4m3":
+        yield Reason("option", f"{E4M3_IN_F16}.", "Set backend.operands=bf16.")
 
 
 def _compiler_reasons() -> Iterator[Reason]:

@@ -51,7 +51,7 @@ def dsv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(request.getfixturevalue("library")))
-    monkeypatch.setattr(compiled, "load", lambda names, device: None)
+    monkeypatch.setattr(compiled, "load", lambda *arguments: None)
     monkeypatch.setattr(compiled, "clusters", lambda name, device, blocks, threads: 132 // blocks)
     monkeypatch.setattr(libraries, "installed", lambda name: None)
     monkeypatch.setitem(sys.modules, "hopper_for_a_cpu", on_a_cpu())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from dsv4_plugin_hopper.plugin import HopperOptions
 
-from dsv4core.api import ConfigError
+from dsv4core.api import ConfigError, DSV4Error
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS
 
@@ -101,15 +103,18 @@ def check(
         slots[0, :70] = -1
         if queries > 2:
             slots[queries // 2] = -1
-        lengths = torch.randint(width // 2, width + 1, (queries,), generator=random).int().to(device)
-        pools.append(Pool(cache, slots, None if queries == 2 else lengths))
+        lengths = torch.randint(width // 2, width + 1, (queries,), generator=random).int()
+        lengths[1:4] = torch.tensor([-7, width + 1000, 0])[: queries - 1]
+        pools.append(Pool(cache, slots, None if queries % 5 == 2 else lengths.to(device)))
     for own_sinks in (sinks, None):
         out, lse = attend(q, pools, SCALE, own_sinks, want_lse=True, f16=f16)
         again, _ = attend(q, pools, SCALE, own_sinks, f16=f16)
         assert torch.equal(out, again)
         for query in range(queries):
             named = [
-                own.slots[query, : own.slots.shape[1] if own.lengths is None else int(own.lengths[query])]
+                own.slots[
+                    query, : own.slots.shape[1] if own.lengths is None else max(int(own.lengths[query]), 0)
+                ]
                 for own in pools
             ]
             rows = [own.cache.read(slots[slots >= 0]) for own, slots in zip(pools, named, strict=True)]
@@ -129,9 +134,9 @@ def check(
 @on_a_gpu
 @pytest.mark.parametrize(
     ("format", "f16"),
-    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_e4m3", False), ("fp8_e4m3", True), ("bf16", False)],
+    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_e4m3", False), ("bf16", False)],
 )
-@pytest.mark.parametrize("queries", [1, 5, 40, 200])
+@pytest.mark.parametrize("queries", [1, 5, 42, 200])
 @pytest.mark.parametrize("heads", [1, 8, 17, 64, 96, 128])
 @pytest.mark.parametrize("columns", [(128,), (128, 512), (70, 1), (200, 8320)])
 def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str, f16: bool) -> None:
@@ -150,6 +155,8 @@ def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str,
         ((200, 900), 64, 1, 8),
         ((128, 1024), 20, 1, 13),
         ((40,), 64, 7, 1),
+        ((128, 300), 128, 4, 1),
+        ((0, 130), 8, 3, 2),
         ((128, 640), 64, 2, 1),
     ],
 )
@@ -192,11 +199,149 @@ def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch
     q[0, 0, 7] = float("nan")
     sinks = torch.full((5,), -math.inf)
     sinks[3] = float("nan")
-    out, _ = attend.attend(q, [own], SCALE, sinks)
+    out, lse = attend.attend(q, [own], SCALE, sinks, want_lse=True)
+    assert lse is not None
+    assert lse.isnan().nonzero().tolist() == [[0, 0]]
     assert bool(out[0, 0].isnan().all())
     assert bool(out[:, 3].isnan().all())
     assert torch.equal(out[0, [1, 2, 4]], due[0, [1, 2, 4]])
     assert torch.equal(out[1, [0, 1, 2, 4]], due[1, [0, 1, 2, 4]])
+
+
+@with_bindings
+@pytest.mark.parametrize("blocks", [(1, 2), (3, 4)])
+def test_rows_of_slots_that_queries_share(
+    blocks: tuple[int, int], library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Owners: as slots of their own."""
+    from dsv4_plugin_hopper import attend, compiled
+    from hopper_on_a_cpu import launcher
+
+    monkeypatch.setattr(compiled, "launch", launcher(library))
+    monkeypatch.setattr(attend, "grid", lambda *arguments: (*blocks, 1))
+    random, device = torch.Generator().manual_seed(2), torch.device("cpu")
+    q = torch.randn(4, 20, 512, generator=random).bfloat16()
+    owners, lengths = torch.tensor([1, 0, 1, 1]).int(), torch.tensor([200, 5, 130, 0]).int()
+    shared, own = [], []
+    for size in (61, 64):
+        cache, used = pool("fp8_ds_mla", 1.0, size, random, device)
+        slots = used[torch.randint(len(used), (2, 200), generator=random)].int()
+        shared.append(attend.Pool(cache, slots, lengths, owners))
+        own.append(attend.Pool(cache, slots[owners.long()], lengths))
+    out, lse = attend.attend(q, shared, SCALE, None, want_lse=True)
+    due, due_lse = attend.attend(q, own, SCALE, None, want_lse=True)
+    assert torch.equal(out, due)
+    assert lse is not None
+    assert due_lse is not None
+    assert torch.equal(lse, due_lse)
+    assert not out[3].any()
+    assert bool((lse[3] == -math.inf).all())
+
+
+@with_bindings
+def test_what_is_refused() -> None:
+    """What the kernel would read as something else. No queries and no heads are no launch."""
+    from dsv4_plugin_hopper.attend import Pool, attend
+
+    def own(format: str, slots: torch.Tensor) -> Pool:
+        return Pool(pool(format, 1.0, 64, torch.Generator(), torch.device("cpu"))[0], slots)
+
+    slots, q = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 4, 512).bfloat16()
+    packed, plain = own("fp8_ds_mla", slots), own("bf16", slots)
+    for pools, text in (
+        ([], "Pools are of no rows; give one or two, of one of fp8_ds_mla, fp8_e4m3, bf16."),
+        ([packed, plain], "Pools are of fp8_ds_mla, bf16; give one or two, of one of fp8_ds_mla, "),
+        ([packed] * 3, "Pools are of fp8_ds_mla, fp8_ds_mla, fp8_ds_mla; give one or two, of one of "),
+        ([own("bf16", slots.long())], "Slots are int64, 1 apart in a row; give int32, side by side."),
+        ([own("bf16", slots[:, ::2])], "Slots are int32, 2 apart in a row; give int32, side by side."),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            attend(q, pools, SCALE, None)
+    with pytest.raises(ConfigError, match="backend.operands=f16 would lose small weights of E4M3 rows,"):
+        attend(q, [own("fp8_e4m3", slots)], SCALE, None, f16=True)
+    for nothing in (q[:0], q[:, :0]):
+        out, lse = attend(nothing, [packed], SCALE, None, want_lse=True)
+        assert out.shape == nothing.shape
+        assert lse is not None
+        assert lse.shape == nothing.shape[:2]
+
+
+@with_bindings
+def test_pages_that_cannot_be_loaded() -> None:
+    from dsv4_plugin_hopper.attend import Pool, attend
+
+    layout = replace(cache_layout(PRESETS["v4_flash"], "fp8_ds_mla", "fp8").window, page_alignment=8)
+    cache = allocate_cache(layout, 2, 61, torch.device("cpu"), page_stride_bytes=61 * 584 + 16)
+    own = Pool(cache, torch.zeros(1, 8, dtype=torch.int32))
+    with pytest.raises(ConfigError, match="Pages are 35,640 bytes apart, and rows are loaded 16 bytes at a"):
+        attend(torch.zeros(1, 4, 512).bfloat16(), [own], SCALE, None)
+
+
+@with_bindings
+def test_a_failed_call() -> None:
+    from cuda.bindings import driver
+    from dsv4_plugin_hopper import compiled
+
+    status = driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
+    with pytest.raises(DSV4Error, match=r"CUresult: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\); update the driver"):
+        compiled._checked((status, None), compiled.LOADING)
+    with pytest.raises(DSV4Error, match=r"CUresult: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\)\.$"):
+        compiled._checked((status,))
+
+
+@on_a_gpu
+def test_a_thread_that_has_called_nothing() -> None:
+    """It has no context yet."""
+    from dsv4_plugin_hopper.attend import Pool, attend
+
+    device = torch.device("cuda")
+    cache, used = pool("bf16", 1.0, 64, torch.Generator().manual_seed(3), device)
+    q, own = torch.ones(1, 4, 512, device=device).bfloat16(), Pool(cache, used[None, :64].int())
+    due, _ = attend(q, [own], SCALE, None)
+    with ThreadPoolExecutor(1) as threads:
+        out, _ = threads.submit(attend, q, [own], SCALE, None).result()
+    assert torch.equal(out, due)
+
+
+@on_a_gpu
+def test_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver refuses is compiled once more, and kept."""
+    from dsv4_plugin_hopper import compiled
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    whole = compiled.cubin()
+    (kept,) = (tmp_path / "dsv4core" / "hopper").iterdir()
+    kept.write_bytes(whole[: len(whole) // 2])
+    compiled.module.cache_clear()
+    assert compiled.module(torch.cuda.current_device())
+    assert kept.read_bytes() == whole
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["packed_bf16", "codes_bf16", "wide_bf16"])
+def test_no_register_is_spilled(name: str) -> None:
+    from cuda.bindings import driver
+    from dsv4_plugin_hopper import compiled
+
+    torch.zeros(1, device="cuda")
+    bytes_of_a_thread = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+    function = compiled.function(name, torch.cuda.current_device())
+    assert compiled._checked(driver.cuFuncGetAttribute(bytes_of_a_thread, function)) == 0
+
+
+@with_bindings
+def test_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled in each process."""
+    from dsv4_plugin_hopper import compiled
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr(compiled, "_compile", lambda source, header: b"made")
+    monkeypatch.setattr(compiled.nvrtc, "nvrtcVersion", lambda: (0, 13, 0))
+    assert compiled.cubin() == b"made"
 
 
 @with_bindings

@@ -37,11 +37,22 @@ REQUEST = Request(
     ],
 )
 def test_refusals(changes: dict[str, Any], code: str, text: str) -> None:
-    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, **changes))
+    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, **changes), HopperOptions())
     assert reason.code == code
     assert reason.text.startswith(text)
     assert reason.fix
-    assert plugin.dsv4_unsupported_reasons(REQUEST) == []
+    assert plugin.dsv4_unsupported_reasons(REQUEST, HopperOptions()) == []
+
+
+def test_f16_for_codes() -> None:
+    f16, plain = HopperOptions(operands="f16"), replace(REQUEST, kv_cache_dtype="fp8_e4m3")
+    (reason,) = plugin.dsv4_unsupported_reasons(plain, f16)
+    assert (reason.code, reason.fix) == ("option", "Set backend.operands=bf16.")
+    assert reason.text == (
+        "backend.operands=f16 would lose small weights of E4M3 rows, which a pool's scale multiplies."
+    )
+    assert plugin.dsv4_unsupported_reasons(plain, HopperOptions()) == []
+    assert plugin.dsv4_unsupported_reasons(REQUEST, f16) == []
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +61,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plugin, "import_module", lacking)
     monkeypatch.setattr(libraries, "installed", {"cuda-bindings": "13.0"}.get)
-    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, probe="host"))
+    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, probe="host"), HopperOptions())
     assert (reason.code, reason.text) == (
         "artifact-missing",
         "NVRTC, which compiles its kernels, cannot be loaded: no library for cuda.bindings.nvrtc.",

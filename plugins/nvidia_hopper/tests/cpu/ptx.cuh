@@ -1,6 +1,8 @@
 // What `ptx.cuh` declares, on a CPU: every thread of a cluster is a fiber, in an order of chance; copies arrive and products
 // read at once or late, as chance has it, and products read nothing that no fence has shown them; who waits for what never
-// comes is named. bf16 operands only.
+// comes is named; a block's memory is overwritten when its last thread has ended. What it does not see: threads that go on
+// until they wait for something, and so do nothing between; the four warps of products wait for each other; A fragments
+// are read when products begin; a fence shows what any thread of the block has told others; plain stores need no fence; f16.
 #pragma once
 
 #include <ucontext.h>
@@ -54,6 +56,7 @@ struct Meeting {  // of so many threads, again and again; what they bring is the
 struct Barrier { int due = 0, pending = 0, phase = 0; };
 enum Writer : int { SHOWN = -3, RELEASED = -2, COPY = -1 };  // or the number of a thread that has told nobody yet
 struct Block {
+  int gone = 0;
   Index index;
   u8* shared;
   std::vector<int> writers = std::vector<int>(SHARED / 16, SHOWN);  // of 16 bytes each, since the last fence
@@ -159,6 +162,7 @@ inline void dawdle() {  // for some rounds, or none
   wait_for([until] { return rounds >= until; }, "its turn");
   --dawdling;
 }
+inline void dawdle_alone() { if (lane() == 0 && chance() % 8 == 0) dawdle(); }
 inline void multiply(Task product) { self->products.back().push_back(product); }
 inline void multiply_all_but(size_t groups) {
   auto& products = self->products;
@@ -263,6 +267,7 @@ inline void run_cluster(int size, Index first) {
       left = true;
       if (thread->ready && !thread->ready()) continue;
       go_on(*thread), moved = true;
+      if (thread->done && ++thread->block->gone == THREADS) memset(thread->block->shared, 0xff, SHARED);
     }
     if (moved || !left) continue;
     std::map<std::string, int> waiting;
@@ -324,12 +329,16 @@ DEVICE void arrive_after_copies(u64& barrier) {
 DEVICE void wait(u64& barrier, int parity) {
   machine::Barrier* own = &barrier_at(barrier);
   machine::wait_for([=] { return own->phase != parity; }, "a barrier");
+  machine::dawdle_alone();
 }
 DEVICE void meet(int number, int threads) {
   machine::release(), machine::meet(machine::self->block->numbered[number], threads, "bar.sync");
 }
 DEVICE void __syncthreads() { meet(0, machine::THREADS); }
-DEVICE void cluster_meet() { machine::release(), machine::meet(machine::cluster, machine::THREADS * machine::blocks.size(), "the cluster"); }
+DEVICE void cluster_meet() {
+  machine::release();
+  machine::meet(machine::cluster, machine::THREADS * machine::blocks.size(), "the cluster");
+}
 DEVICE void cluster_leave() { cluster_meet(); }
 
 DEVICE u32 of_block(u32 address, int block) { return address | (u32)(block + 1) << 24; }
