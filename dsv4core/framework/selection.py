@@ -206,8 +206,9 @@ def _ask(backend: Backend, request: Request, options: BackendOptions) -> Selecti
     if not (isinstance(own, (list, tuple)) and all(isinstance(reason, Reason) for reason in own)):
         raise broken(backend.record, "returned something else than Reasons from dsv4_unsupported_reasons")
     arguments = {"request": request, "options": options}
-    if reasons and blind and not own:  # what a package would not help is said before it is installed
-        own = _refused_kv_cache(backend, **arguments)
+    # What a package would not help is said before it is installed.
+    if blind and all(reason.code.startswith("package-") for reason in own):
+        own = [*own, *_refused_kv_cache(backend, **arguments)]
     if reasons or own:
         return (*reasons, *own)
     with _refusal("kv-dtype"):

@@ -16,9 +16,11 @@ from dsv4_plugin_rocm_aiter import calls, library, plugin
 from dsv4_plugin_rocm_aiter.plugin import AiterOptions
 from stub_aiter import VERSIONS, Install
 
-from dsv4core.api import C4A, CacheError, ConfigError, Limits, Reason, Request
+from dsv4core.api import C4A, BackendUnavailable, CacheError, ConfigError, Limits, Reason, Request
 from dsv4core.cli.main import main
+from dsv4core.framework import requirements
 from dsv4core.framework.requirements import requirement_reasons
+from dsv4core.framework.selection import select
 from dsv4core.kvcache import allocate_cache, cache_layout, check_caches
 from dsv4core.kvcache.pools import CachePools
 from dsv4core.model.shapes import PRESETS, layer_spec
@@ -255,6 +257,20 @@ def test_flavours_belong_to_pools(arch: str, window: str) -> None:
     assert (plain.window.name, plain.window.fp8) == ("bf16", None)
     with pytest.raises(ConfigError, match="kv_cache_dtype=fp32 is not one that backend=rocm_aiter can store"):
         plugin.dsv4_resolve_kv_cache(replace(REQUEST, kv_cache_dtype="fp32"))
+
+
+def test_rows_that_nobody_has_are_refused_before_anything_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All reasons at once, though the backend has one of its own for what is missing."""
+    monkeypatch.setattr(library, "installed", lambda name: None)
+    monkeypatch.setattr(requirements, "_installed", lambda requirement: None)
+    monkeypatch.setattr(requirements, "_importable", lambda module: False)
+    with pytest.raises(BackendUnavailable) as caught:
+        select(replace(REQUEST, kv_cache_dtype="fp32"), "rocm_aiter")
+    reasons = caught.value.decisions[0].reasons
+    assert [own.code for own in reasons] == ["package-missing"] * 3 + ["kv-dtype"]
+    assert reasons[-1].text.startswith("kv_cache_dtype=fp32 is not one that backend=rocm_aiter can store")
 
 
 def test_pools_of_the_other_flavour_are_refused() -> None:
