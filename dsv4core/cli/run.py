@@ -84,7 +84,7 @@ class Job:
     def chunks(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """Each step's tokens, and their embeddings `[tokens, hidden_size]`."""
         dtype = getattr(torch, self.config.dtype)
-        for chunk in _track(_chunks(self.config), "prefill and decode"):
+        for chunk in _track(planned_chunks(self.config), "prefill and decode"):
             ids = self.tokens.ids[:, chunk.start : chunk.start + chunk.tokens].flatten()
             yield chunk, self.checkpoint.embedding(ids).to(device=self.device, dtype=dtype)
 
@@ -163,7 +163,8 @@ def _compute(job: Job, timer: OperationTimer, shadow: Shadow | None) -> dict[str
     return seconds
 
 
-def _chunks(config: DSV4Config) -> list[Chunk]:
+def planned_chunks(config: DSV4Config) -> list[Chunk]:
+    """The steps of a run: the prompt's chunks, then decodes."""
     prefill = [
         Chunk("prefill", start, min(config.chunk, config.prefill - start))
         for start in range(0, config.prefill, config.chunk)

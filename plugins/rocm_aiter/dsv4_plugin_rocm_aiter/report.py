@@ -20,6 +20,7 @@ from importlib.metadata import distributions
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from dsv4_plugin_rocm_aiter.library import DISTRIBUTION
 from dsv4core.api import ConfigError
@@ -40,7 +41,11 @@ VARIABLES = (
     "DSV4_",
 )
 """How the names of variables begin that change what is computed: users' reports went by them."""
-RUN = ("run", "backend=rocm_aiter", "model=v4_flash", "layers=[0,2,3]", "verify=true", "--json")
+RUN = (
+    *("run", "backend=rocm_aiter", "model=v4_flash", "layers=[0,2,3]"),
+    *("prefill=4096", "chunk=2048", "verify=true", "--json"),
+)
+"""A layer of each kind, chunks as large as OPUS asks for, contexts in which the indexer has to choose."""
 COMMANDS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "explain.json": ("explain", "backend=rocm_aiter", "model=v4_flash", "request.probe=host", "--json"),
@@ -74,6 +79,21 @@ class Step:
     code: int
     output: str
     errors: str
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two: `ok` is said only where everything has run."""
+        if self.code:
+            return f"exit code {self.code}"
+        return "incomplete" if self.told().get("complete") is False else "ok"
+
+    def told(self) -> dict[str, Any]:
+        """What it printed, as data; empty where that is none."""
+        try:
+            told = json.loads(self.output)
+        except ValueError:
+            return {}
+        return told if isinstance(told, dict) else {}
 
 
 def steps() -> Iterator[Step]:
@@ -123,8 +143,22 @@ def pack(folder: Path, around: Mapping[str, object], done: Sequence[Step]) -> Pa
     return path
 
 
+def why_not(done: Sequence[Step]) -> str:
+    """Why the backend cannot run here, as `dsv4 explain` says it; empty where it can."""
+    explained = next((step for step in done if step.command.startswith("dsv4 explain") and step.code), None)
+    if explained is None:
+        return ""
+    reasons = [
+        f"{reason['text']} {reason['fix'] or ''}".rstrip()
+        for decision in explained.told().get("decisions", ())
+        if decision["backend"] == "rocm_aiter"
+        for reason in decision["reasons"]
+    ]
+    return f"backend=rocm_aiter cannot run here. {' '.join(reasons) or explained.errors.strip()}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Run, pack, and say where the file is; the result is the exit code, 1 where a command failed.
+    """Run, pack, and say where the file is; the result is the exit code, 1 where not everything has run.
 
     Raises:
         ConfigError: The folder is none.
@@ -134,10 +168,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{' '.join(arguments)} is no folder; write one, or nothing for this one.")
     done = list(steps())
     path = pack(folder, surroundings(), done)
+    if reason := why_not(done):
+        print(reason)
     for step in done:
-        print(f"{'ok' if step.code == 0 else f'exit code {step.code}'}: {step.command}")
+        print(f"{step.verdict}: {step.command}")
     print(f"Attach {path} to a report, whatever it says: nobody has seen these kernels run.")
-    return int(any(step.code for step in done))
+    return int(any(step.verdict != "ok" for step in done))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import stub_aiter
 import torch
-from dsv4_plugin_rocm_aiter import library, plugin
-from stub_aiter import VERSIONS, Install
+from dsv4_plugin_rocm_aiter import library, plugin, routes
+from stub_aiter import VERSIONS, Calls, Install, Stub
 
 from dsv4core.api import hookimpl
 from dsv4core.testing.fakes import declare_backends, isolate
@@ -62,6 +64,23 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         return Subject("rocm_aiter", own, device=torch.device("cpu"))
 
     return installed
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """How often each of AITER's functions is called."""
+    counts: Calls = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in {symbol.name for symbol in routes.symbols()} & set(vars(Stub)):
+        monkeypatch.setattr(Stub, name, counted(name, getattr(Stub, name)))
+    return counts
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,8 @@ VERSIONS = {"amd-aiter": "0.1.20.post1", "flydsl": "0.3.1", "triton": "3.7.0"}
 """What is installed beside the stub, unless a test says otherwise."""
 Install = Callable[..., Subject]
 """Imports a stub, by chip and version, and gives the backend on it: the fixture `install`."""
+Calls = Counter[str]
+"""How often each function is called: the fixture `called`."""
 RECORDED = {
     entry["target"]: Recorded(**entry)
     for entry in json.loads(Path(routes.__file__).with_name("signatures.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 import stub_aiter
 import torch
 from dsv4_plugin_rocm_aiter import calls, layer, plugin, routes
-from stub_aiter import Install, Stub
+from stub_aiter import Calls, Install
 
 from dsv4core import ops
 from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits
@@ -22,24 +22,6 @@ from dsv4core.testing.ledger import Ledger
 from dsv4core.testing.suite import test_attention, test_indexer, test_layers, test_projection
 
 KINDS = [SWA, C4A, C128A]
-Calls = Counter[str]
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """How often each of AITER's functions is called."""
-    counts: Calls = Counter()
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in {symbol.name for symbol in routes.symbols()} & set(vars(Stub)):
-        monkeypatch.setattr(Stub, name, counted(name, getattr(Stub, name)))
-    return counts
 
 
 @pytest.fixture
