@@ -3,6 +3,7 @@
     pytest -m gpu plugins/rocm_aiter/tests/test_aiter_on_nvidia.py
 
 The same bytes and the same answers, without AITER: every route is the core's, and lists are written beside.
+That the backend's own caches have the reference's bytes is seen on a CPU, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dsv4_plugin_rocm_aiter.layer import Layer, SharedStep
 from dsv4_plugin_rocm_aiter.plugin import AiterOptions, Plan
 from dsv4_plugin_rocm_aiter.ragged import RaggedLists
 from dsv4_plugin_rocm_aiter.ragged import triton as kernel
+from stub_aiter import Install
 
 from dsv4core import ops
 from dsv4core.api import (
@@ -40,16 +42,23 @@ from dsv4core.testing.ledger import Ledger
 from dsv4core.testing.subject import Refused, Subject
 from dsv4core.testing.tolerances import ATTENTION, PROJECTION
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.version.hip is not None, reason="no NVIDIA GPU is here"
-    ),
-]
-DEVICE, CORE = torch.device("cuda"), "triton"
+HERE = torch.cuda.is_available() and torch.version.hip is None
+DEVICE, CORE = torch.device("cuda" if HERE else "cpu"), "triton"
 KINDS = [SWA, C4A, C128A]
 WRITERS = ("reference", "triton", "flashmla", "hopper")
+OFF = 1e-2
+"""Bytes of a region that may differ: a value at the edge between two codes may fall to either side."""
 LIMITS = Limits(max_tokens=512, max_requests=4, max_model_len=2048, max_query_len=512)
+
+
+def on_gpu(test: Any) -> Any:
+    """For a test, or one of its parameters."""
+    marks = pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no NVIDIA GPU is here")
+    if isinstance(test, str):
+        return pytest.param(test, marks=marks)
+    for mark in marks:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture
@@ -90,11 +99,14 @@ def layout_of(ledger: Ledger) -> KVCacheLayout:
     return plugin.dsv4_resolve_kv_cache(replace(ledger.stack.selection.request, kv_cache_dtype="fp8_ds_mla"))
 
 
-def filled(name: str, kind: LayerKind) -> tuple[Ledger, Step]:
+def filled(subject: str | Subject, kind: LayerKind) -> tuple[Ledger, Step]:
     """Caches that a backend has written: a prompt, then a decode beside a longer prompt."""
     case = Case(kind, heads=64, kv_cache_dtype="fp8_ds_mla", index_topk=64, limits=LIMITS)
+    if isinstance(subject, str):
+        subject = Subject(subject, device=DEVICE)
+    name = subject.name
     try:
-        ledger = Ledger(Subject(name, device=DEVICE), case)
+        ledger = Ledger(subject, case)
     except Exception as error:
         if name in ("reference", "triton") or not isinstance(error, (Refused, RuntimeError)):
             raise
@@ -104,6 +116,7 @@ def filled(name: str, kind: LayerKind) -> tuple[Ledger, Step]:
     return ledger, ledger.step((301, 277), (1, 9))
 
 
+@on_gpu
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_same_answers(writer: str, kind: LayerKind, chip: Any) -> None:
@@ -131,23 +144,29 @@ def test_the_same_answers(writer: str, kind: LayerKind, chip: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_same_bytes(kind: LayerKind, chip: Any) -> None:
-    """Keys of the same projections, in the format that the backend plans for gfx950."""
-    from dsv4core.ops import triton as kernels
+@pytest.mark.parametrize(
+    "writer", ["reference", "rocm_aiter", *(on_gpu(name) for name in WRITERS if name != "reference")]
+)
+def test_the_same_bytes(writer: str, kind: LayerKind, install: Install) -> None:
+    """Windows, entries and the indexer's keys, as the definition writes them from the same projections."""
+    theirs, _ = filled("reference", kind)
+    ours, _ = filled(install("gfx950") if writer == "rocm_aiter" else writer, kind)
+    for name in ("window", "compressed", "index"):
+        due, found = getattr(theirs.caches, name), getattr(ours.caches, name)
+        assert (due is None) == (found is None)
+        if due is None or found is None:
+            continue
+        assert found.format == due.format
+        slots = torch.tensor(sorted(theirs.accounts[name].rows))
+        assert len(slots), f"nothing was written to the {name} cache"
+        page, row = slots // due.page_size, slots % due.page_size
+        for one, other in zip(found.regions, due.regions, strict=True):
+            own, definition = (region.cpu()[page, row].view(torch.uint8) for region in (one, other))
+            differing = float((own != definition).float().mean())
+            assert differing < OFF, f"{differing:.2%} of the bytes of the {name} cache differ."
 
-    chip("gfx950")
-    ledger, step = filled("triton", kind)
-    layout = layout_of(ledger)
-    theirs = ledger.caches
-    window = allocate_cache(layout.window, theirs.window.num_pages, theirs.window.page_size, DEVICE)
-    slots, projected = step.window.slot_mapping, ledger.projected
-    rope, eps = ledger.attention.rope, ledger.case.model.rms_norm_eps
-    kernels.qk_norm_rope_insert(projected.q, projected.kv, step.positions, rope, window, slots, eps)
-    for one, other in zip(window.regions, theirs.window.regions, strict=True):
-        page, row = slots // window.page_size, slots % window.page_size
-        assert_same(one[page, row], other[page, row], "keys")
 
-
+@on_gpu
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_windows_in_fnuz_beside_entries_in_ocp(kind: LayerKind, chip: Any) -> None:
     """gfx942's pools, which no NVIDIA kernel has instructions for: codes are turned with integers."""
@@ -184,6 +203,7 @@ def test_windows_in_fnuz_beside_entries_in_ocp(kind: LayerKind, chip: Any) -> No
         assert_rows(misread.data, due.double().cpu(), ATTENTION["bfloat16"], "attention output", step)
 
 
+@on_gpu
 @pytest.mark.parametrize("tokens", [1, 65, 1000])
 def test_lists_of_real_sizes(tokens: int) -> None:
     """Tables of 8,192 columns, holes anywhere: as the definition writes them."""
@@ -199,6 +219,7 @@ def test_lists_of_real_sizes(tokens: int) -> None:
         assert_same(found.indices[:total], due.indices[:total], "lists")
 
 
+@on_gpu
 def test_the_projection_in_bf16(chip: Any) -> None:
     """Heads rotated back by a kernel, then torch's product, against the definition."""
     chip("gfx942")
