@@ -16,7 +16,7 @@ run: $(VENV)/.installed
 	$(BIN)/dsv4 run device=cpu verify=true $(ARGS)
 
 test: $(VENV)/.installed-dev lint docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not vllm" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not rocm and not vllm" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
@@ -32,7 +32,8 @@ test-gpu-flashinfer: $(VENV)/.installed-dev
 test-gpu-hopper: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest plugins/nvidia_hopper/tests $(ARGS)
 
-# On an NVIDIA GPU, the portable kernels over other backends' caches. On AMD's: python -m dsv4_plugin_rocm_aiter.report
+# On an NVIDIA GPU (marker `gpu`), the portable kernels over other backends' caches. On AMD's (`rocm`), AITER's symbols, in a
+# Python that has AITER: pytest plugins/rocm_aiter/tests, and for a report python -m dsv4_plugin_rocm_aiter.report
 test-gpu-rocm-aiter: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest plugins/rocm_aiter/tests/test_aiter_on_nvidia.py plugins/rocm_aiter/tests/test_ragged.py $(ARGS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from dsv4core.api import hookimpl
 from dsv4core.testing.fakes import declare_backends, isolate
 from dsv4core.testing.subject import Subject
 
+ON_AMD = torch.version.hip is not None and torch.cuda.is_available()
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # chosen before kernels are defined
 
@@ -44,7 +46,7 @@ STUBBED.dsv4_backend_info = dsv4_backend_info
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Imports a stub as `aiter`, by chip and version; the backend on it is `rocm_aiter`."""
 
     def installed(arch: str, version: str = VERSIONS["amd-aiter"], **options: object) -> Subject:
@@ -63,7 +65,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         own = plugin.AiterOptions(**options) if options else None  # type: ignore[arg-type]
         return Subject("rocm_aiter", own, device=torch.device("cpu"))
 
-    return installed
+    yield installed
+    library.missing.cache_clear()
 
 
 @pytest.fixture
@@ -86,6 +89,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.fixture
 def dsv4(install: Install) -> Subject:
     """On gfx950, where AITER has most; on a machine of AMD's the backend itself."""
-    if torch.version.hip is not None and torch.cuda.is_available():
+    if ON_AMD:
         return Subject("rocm_aiter", device=torch.device("cuda"))
     return install("gfx950")

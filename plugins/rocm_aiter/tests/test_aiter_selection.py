@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from dsv4_plugin_rocm_aiter import calls, library, plugin
 from dsv4_plugin_rocm_aiter.plugin import AiterOptions
 from stub_aiter import VERSIONS, Install
 
+from dsv4core import libraries
 from dsv4core.api import C4A, BackendUnavailable, CacheError, ConfigError, Limits, Reason, Request
 from dsv4core.cli.main import main
 from dsv4core.framework import requirements
@@ -49,8 +52,21 @@ def distribution(folder: Path, name: str, version: str, *files: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that packages are found in before all others."""
+    """A folder that packages are found in, those of AITER nowhere else: a machine of AMD's has them."""
     monkeypatch.syspath_prepend(str(tmp_path))
+
+    def version(name: str) -> str:
+        if name not in ("aiter", "amd-aiter", "flydsl"):
+            return metadata.version(name)
+        named = (own for own in metadata.distributions(path=[str(tmp_path)]) if own.metadata["Name"] == name)
+        if (found := next(named, None)) is None:
+            raise metadata.PackageNotFoundError(name)
+        return found.version
+
+    for module in (libraries, requirements):
+        monkeypatch.setattr(module, "version", version)
+    for module in (library, requirements):
+        monkeypatch.setattr(module, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
     for name in [own for own in sys.modules if own.partition(".")[0] == "aiter"]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
@@ -123,7 +139,8 @@ def test_one_that_fits(site: Path, version: str) -> None:
     assert found() == []
 
 
-def test_a_torch_that_is_not_for_rocm(site: Path) -> None:
+def test_a_torch_that_is_not_for_rocm(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
     distribution(site, "amd-aiter", "0.1.20", *AMD)
     (reason,) = library.reasons("host")
     assert (reason.code, reason.text) == (
