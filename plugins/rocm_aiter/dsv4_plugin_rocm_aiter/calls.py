@@ -177,7 +177,7 @@ def prompt_logits(
 
     Args:
         q: `[tokens, heads, width]` e4m3fn. On gfx942 AITER turns its codes and those of keys into FNUZ's of
-            half the value, which are the same codes.
+            half the value, which are the same codes except for -0.
         weights: `[tokens, heads]` fp32.
         keys: The index cache, FP8.
         pages: `[pages]` int32 of the request, as far as any of the queries sees.

@@ -27,7 +27,10 @@ INSTALL = (
     "'amd-aiter @ git+https://github.com/ROCm/aiter@v0.1.20.post1'"
 )
 """From source, beside the installed ROCm, torch and Triton: without the variable it brings a Triton."""
-SOURCES = "AMD's images (rocm/vllm-dev, rocm/atom) and the releases of github.com/ROCm/aiter bring all three"
+SOURCES = (
+    "AMD's images (rocm/vllm-dev, rocm/atom) have all three; the releases of github.com/ROCm/aiter have "
+    "AITER, which pins FlyDSL"
+)
 REQUIREMENT = Requirement("aiter", DISTRIBUTION, INSTALL, f">={LEAST}")
 TRITON_ONLY = "AITER_TRITON_ONLY"
 """The variable with which AITER has its Triton kernels alone: without it, an import needs ROCm."""
