@@ -12,11 +12,12 @@ import pytest
 import stub_aiter
 import torch
 from dsv4_plugin_rocm_aiter import calls, layer, plugin, routes
-from stub_aiter import Calls, Install
+from stub_aiter import Calls, Install, Stub
 
 from dsv4core import ops
 from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits
 from dsv4core.testing.case import Case
+from dsv4core.testing.compare import assert_attention
 from dsv4core.testing.host import Host
 from dsv4core.testing.ledger import Ledger
 from dsv4core.testing.suite import test_attention, test_indexer, test_layers, test_projection
@@ -104,6 +105,46 @@ def test_a_log_sum_exp_is_the_cores(install: Install, called: Calls, few: None, 
     host = Host(install("gfx950"), Case(kind, heads=8, host_lengths=True))
     test_attention.compare(host, *test_attention.STEPS["mixed"], want_lse=True)
     assert not called
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("arch", "format"), [("gfx950", "fp8_ds_mla"), ("gfx942", "bf16")])
+def test_without_sinks(
+    install: Install, called: Calls, few: None, kind: LayerKind, arch: str, format: str
+) -> None:
+    """AITER's kernels take one for each head in any case: its weight is 0."""
+    host = Host(install(arch), Case(kind, heads=8, kv_cache_dtype=format, host_lengths=True))
+    step = host.step(*test_attention.STEPS["mixed"])
+    q, selected = host.query(step), host.select(step)
+    output = host.attend(step, q, selected, apply_sink=False)
+    assert called["pa_decode_sparse"] == int(arch == "gfx950" or kind is SWA)
+    assert sum(called.values()) > called["pa_decode_sparse"]
+    due, _ = host.expected(step, q, selected, None)
+    assert_attention(host.heads(output), due, step, host.plan.q_dtype)
+
+
+def test_pages_that_are_apart_on_gfx942(install: Install, called: Calls) -> None:
+    """AITER's kernel counts rows side by side: the host says that they are not, and the core attends."""
+    host = Host(install("gfx942"), Case(SWA, heads=8, kv_cache_dtype="bf16", page_gap=3))
+    assert host.request.strided_pages
+    assert host.plan.route("decode").symbol is None
+    test_attention.compare(host, *test_attention.STEPS["decode"])
+    assert not called
+
+
+@pytest.mark.parametrize("arch", routes.ARCHITECTURES)
+def test_parts_that_are_passed(install: Install, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of 8 heads is one program: its list is divided as far as AITER divides."""
+    passed, attend = [], Stub.pa_decode_sparse
+
+    def noted(self: Stub, **own: Any) -> torch.Tensor:
+        passed.append(own["kv_splits"])
+        return attend(self, **own)
+
+    monkeypatch.setattr(Stub, "pa_decode_sparse", noted)
+    host = Host(install(arch), Case(SWA, heads=8, kv_cache_dtype="bf16"))
+    test_attention.compare(host, (700,), (1,))
+    assert passed == [16]
 
 
 @pytest.mark.parametrize("arch", routes.ARCHITECTURES)
