@@ -29,7 +29,7 @@ class Pool:
     lists: RaggedLists
 
 
-def decode(
+def decode_sparse(
     symbol: Symbol, q: torch.Tensor, pools: Sequence[Pool], scale: float, sinks: torch.Tensor
 ) -> torch.Tensor:
     """Attend rows in place.
@@ -158,8 +158,10 @@ def prefill_ragged(
     return out
 
 
+Decode = Callable[[Symbol, torch.Tensor, Sequence[Pool], float, torch.Tensor], torch.Tensor]
 Prefill = Callable[[torch.Tensor, torch.Tensor, RaggedLists, float, torch.Tensor], torch.Tensor]
 
+DECODES: Mapping[str, Decode] = MappingProxyType({"pa_decode_sparse": decode_sparse})
 PREFILLS: Mapping[str, Prefill] = MappingProxyType(
     {
         "pa_sparse_prefill_opus": prefill_opus,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_plugin_rocm_aiter import calls, library, ragged
-from dsv4_plugin_rocm_aiter.calls import NO_SINK, PREFILLS, Pool
+from dsv4_plugin_rocm_aiter.calls import DECODES, NO_SINK, PREFILLS, Pool
 from dsv4_plugin_rocm_aiter.plugin import MOST_QUERIES, Plan
 from dsv4_plugin_rocm_aiter.projection import projection
 from dsv4_plugin_rocm_aiter.ragged import RaggedLists
@@ -64,7 +64,7 @@ class SharedStep:
     @property
     def decode(self) -> Symbol | None:
         """AITER's kernel that reads rows in place."""
-        return self.plan_of_layers.route("decode").symbol
+        return self.plan_of_layers.symbol("decode")
 
     def plan(self, step: Step) -> None:
         """The tables and lists of one step."""
@@ -111,7 +111,7 @@ class SharedStep:
 
     def _gathers(self, step: Step) -> bool:
         """Whether AITER attends this step's prefills, over gathered rows."""
-        symbol = self.plan_of_layers.route("prefill").symbol
+        symbol = self.plan_of_layers.symbol("prefill")
         fresh = step.num_tokens - step.num_decode_tokens
         return symbol is not None and step.host_lengths is not None and fresh >= symbol.least_queries
 
@@ -155,7 +155,7 @@ class Layer:
     ) -> torch.Tensor:
         """Scores of the entries that these tokens see."""
         keys, table = caches.index, step.compressed[self.layer.kind.name]
-        symbol = self.plan.route("index_logits").symbol
+        symbol = self.plan.symbol("index_logits")
         assert keys is not None
         assert symbol is not None
 
@@ -228,7 +228,7 @@ class Layer:
         for begin in range(0, front.stop, MOST_QUERIES):
             tokens = slice(begin, min(begin + MOST_QUERIES, front.stop))
             own = [Pool(pool.cache, pool.lists.of(tokens)) for pool in pools]
-            parts.append((tokens, calls.decode(symbol, q[tokens], own, scale, sinks)))
+            parts.append((tokens, DECODES[symbol.name](symbol, q[tokens], own, scale, sinks)))
         return parts
 
     def _prefill(
@@ -240,7 +240,7 @@ class Layer:
         sinks: torch.Tensor,
     ) -> torch.Tensor:
         """Queries of prefills over gathered rows, some at a time."""
-        symbol = self.plan.route("prefill").symbol
+        symbol = self.plan.symbol("prefill")
         assert symbol is not None
         attend, scale = PREFILLS[symbol.name], self.layer.model.softmax_scale
         lists = self._lists(table, lengths, None, 0, RaggedLists.empty(len(table), table.shape[1], q.device))
@@ -284,7 +284,7 @@ class Layer:
         aiter = library.found("static")
         versions = {"amd-aiter": aiter.version, "flydsl": aiter.flydsl, "triton": aiter.triton}
         own = {"o_proj": self._projection.product, "prepared_bytes": self._projection.nbytes}
-        routes = {route.op: route.symbol.target if route.symbol else "core" for route in self.plan.routes}
+        routes = dict(self.plan.routes)
         return {"kernel": "aiter", **versions, "torch": torch.__version__, "routes": routes, **own}
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4_plugin_rocm_aiter import library
-from dsv4_plugin_rocm_aiter.routes import ARCHITECTURES, OPERATIONS, Asked, Route, routes
+from dsv4_plugin_rocm_aiter.routes import (
+    ARCHITECTURES,
+    OPERATIONS,
+    TOGETHER,
+    Asked,
+    Route,
+    Symbol,
+    routes,
+    symbol_of,
+)
 from dsv4core.api import (
     API_VERSION,
     AttentionOutput,
@@ -26,6 +36,7 @@ from dsv4core.api import (
     Step,
     hookimpl,
 )
+from dsv4core.api.kvcache import round_up
 from dsv4core.framework.kernels import TRITON, kernel_reasons
 from dsv4core.kvcache import INDEX_DTYPES, KV_CACHE_DTYPES, cache_layout, resolve_dtype, with_fp8_flavour
 
@@ -40,12 +51,21 @@ FNUZ = ("gfx942",)
 """Chips whose FP8 instructions take FNUZ codes: hosts there keep windows in them, and entries in OCP's."""
 MOST_QUERIES = 8192
 """Query tokens of a call: with 128 heads they take 2^30 bytes, and AITER's offsets in them have 32 bits."""
+INT_MAX = 2**31 - 1
 PROJECTIONS = ("auto", "einsum", "core")
 OWN = ("index_logits", "index_topk")
 """Hooks that are implemented where AITER has a route for them."""
 
 RotatesBack = Literal["quantisation", "einsum", "projection"]
 """Who applies the inverse RoPE: AITER's quantisation, a kernel before the einsum, the core's projection."""
+ROTATION: Mapping[RotatesBack, str] = MappingProxyType(
+    {
+        "quantisation": "by the quantisation, or before an einsum where scales are no powers of two",
+        "einsum": "before the einsum",
+        "projection": "by the core's projection",
+    }
+)
+"""The same for people. Scales are not known before weights are."""
 
 
 @dataclass
@@ -85,16 +105,16 @@ class Plan(LayerPlan):
     """A plan, and who does what.
 
     Attributes:
-        routes: Of each operation.
+        routes: By operation that a layer does: the address of AITER's symbol, or `the core`.
         rotates_back: Who applies the inverse RoPE.
     """
 
-    routes: tuple[Route, ...] = ()
+    routes: Mapping[str, str] = field(default_factory=dict, hash=False)
     rotates_back: RotatesBack = "projection"
 
-    def route(self, op: str) -> Route:
-        """The route of an operation."""
-        return next(own for own in self.routes if own.op == op)
+    def symbol(self, op: str) -> Symbol | None:
+        """AITER's symbol for an operation; None for the core."""
+        return symbol_of(op, self.routes.get(op))
 
 
 @hookimpl
@@ -142,6 +162,18 @@ def _reasons(request: Request) -> Iterator[Reason]:
     if request.context_parallel > 1:
         text = f"context_parallel={request.context_parallel}, and a rank's kernels read the whole context."
         yield Reason("parallel", text, "Set context_parallel=1.")
+    tokens, most = request.limits.max_tokens, max(_attended(request, kind) for kind in request.model.kinds)
+    if tokens * most > INT_MAX:
+        text = f"{tokens:,} query tokens attend up to {most:,} rows of a pool each, and AITER's lists of them"
+        text += f" end at {INT_MAX:,}."
+        yield Reason("model", text, f"Set max_tokens={INT_MAX // most} or less, or max_model_len lower.")
+
+
+def _attended(request: Request, kind: LayerKind) -> int:
+    """Rows of one pool that a query attends at most, as lists are allocated."""
+    model = request.model
+    entries = round_up(kind.visible_entries(request.limits.max_model_len), 16)
+    return max(model.sliding_window, model.index_topk if kind.select == "top_k" else entries)
 
 
 @hookimpl
@@ -160,24 +192,25 @@ def dsv4_plan_layer(request: Request, layer: LayerSpec, options: AiterOptions) -
     """Each operation's route; the core's kernels for what AITER has none for."""
     aiter = library.found(request.probe)
     own = routes(_asked(request, layer, options), aiter)
+    if request.seam == "kernel" or layer.kind.select != "top_k":  # the host chooses entries, or nobody does
+        own = {op: route for op, route in own.items() if op not in OWN}
     decode, projects = own["decode"], own["o_proj"].symbol is not None
     rotates: RotatesBack = "quantisation" if projects else "einsum"
-    if options.projection == "core" or "o_proj" in options.core:
+    if options.projection == "core" or set(TOGETHER) & set(options.core):
         rotates = "projection"
-    owned = {op for op in OWN if own[op].symbol is not None and layer.kind.select == "top_k"}
     served = [op for op, route in own.items() if route.symbol is not None]
     return Plan(
         padded_q_heads=decode.heads,
         q_dtype="bfloat16",
         output=OutputSpec(padded=decode.heads > layer.num_heads),
         workspace_bytes=_workspace_bytes(layer, request, own),
-        variant=f"AITER for {', '.join(served) or 'nothing'}; inverse RoPE by the {rotates}",
-        own_ops=frozenset(owned) if request.seam == "layer" else frozenset(),
+        variant=f"AITER for {', '.join(served) or 'nothing'}; inverse RoPE {ROTATION[rotates]}",
+        own_ops=frozenset(OWN) & frozenset(served),
         core_ops="triton" if request.platform == "rocm" else "torch",
         projection_dtype="float8_e4m3fn" if projects else "",
         branches=True,
         notes=(f"{aiter.versions}; {library.SOURCES}", *map(str, own.values())),
-        routes=tuple(own.values()),
+        routes={op: route.symbol.address if route.symbol else "the core" for op, route in own.items()},
         rotates_back=rotates,
     )
 

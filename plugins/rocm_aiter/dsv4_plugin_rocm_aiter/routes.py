@@ -33,7 +33,8 @@ class Symbol:
         target: `module.function`.
         technology: `triton`, `gluon`, `hip`, `opus`, `asm` or `flydsl`.
         archs: Chips that it has kernels for.
-        layouts: Cached rows that it reads or writes; for scores, formats of the indexer's keys.
+        layouts: Cached rows that it reads or writes; for scores, formats of the indexer's keys. None of them
+            stands for any: it touches no cache.
         since: The first version that is right for what is asked of it.
         parameters: What is passed to it.
         before: The first version that does not have it any more.
@@ -67,8 +68,13 @@ class Symbol:
         """The function's, without its module."""
         return self.target.rpartition(".")[2]
 
+    @property
+    def address(self) -> str:
+        """Its target, and what it is written in: one function may be two kernels."""
+        return f"{self.target} ({self.technology})"
+
     def __str__(self) -> str:
-        """Its name, and what it is written in: one function may be two kernels."""
+        """The same, without the module."""
         return f"{self.name} ({self.technology})"
 
 
@@ -126,6 +132,11 @@ def symbols() -> tuple[Symbol, ...]:
     return tuple(Symbol(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries)
 
 
+def symbol_of(op: str, address: str | None) -> Symbol | None:
+    """The one that does an operation, by its address; None where that is no symbol's."""
+    return next((own for own in symbols() if (own.op, own.address) == (op, address)), None)
+
+
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -159,7 +170,7 @@ def _why_not(symbol: Symbol, asked: Asked, library: Aiter) -> Iterator[str]:
     layout = asked.index_layout if symbol.op == "index_logits" else asked.layout
     if asked.arch not in symbol.archs:
         yield f"is for {' and '.join(symbol.archs)}"
-    if layout not in symbol.layouts:
+    if symbol.layouts and layout not in symbol.layouts:
         yield f"is for rows of {' and '.join(symbol.layouts)}"
     if asked.pools > symbol.pools and symbol.op == "decode":
         yield "attends one pool, and this layer has two"

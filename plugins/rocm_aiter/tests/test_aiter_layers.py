@@ -23,6 +23,8 @@ from dsv4core.testing.ledger import Ledger
 from dsv4core.testing.suite import test_attention, test_indexer, test_layers, test_projection
 
 KINDS = [SWA, C4A, C128A]
+ANY = ("fp8_ds_mla", "bf16")
+CALLED = {"decode": calls.DECODES, "prefill": calls.PREFILLS}
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def test_pages_that_are_apart_on_gfx942(install: Install, called: Calls) -> None
     """AITER's kernel counts rows side by side: the host says that they are not, and the core attends."""
     host = Host(install("gfx942"), Case(SWA, heads=8, kv_cache_dtype="bf16", page_gap=3))
     assert host.request.strided_pages
-    assert host.plan.route("decode").symbol is None
+    assert host.plan.symbol("decode") is None
     test_attention.compare(host, *test_attention.STEPS["decode"])
     assert not called
 
@@ -245,7 +247,9 @@ def test_weights_that_aiter_does_not_multiply(install: Install) -> None:
     test_projection.compare(host, bound, weights, torch.arange(7))
 
 
-@pytest.mark.parametrize("options", [{"projection": "core"}, {"core": ["o_proj"]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"projection": "core"}, {"core": ["o_proj"]}, {"core": ["inverse_rope_quant"]}], ids=str
+)
 def test_the_cores_projection(install: Install, options: dict[str, Any]) -> None:
     host = Host(install("gfx950", **options), Case(SWA, heads=16))
     weights = test_projection.projection_weights(host)
@@ -292,5 +296,7 @@ def test_where_lists_lie(install: Install) -> None:
 def test_the_stub_computes_every_route() -> None:
     """A symbol that a route takes and the stub does not have would be found in no test."""
     for symbol in routes.symbols():
-        reachable = not symbol.refused and set(symbol.layouts) & {"fp8_ds_mla", "bf16", "index_fp8"}
+        reachable = not symbol.refused and set(symbol.layouts or ANY) & {*ANY, "index_fp8"}
+        if symbol.op in CALLED:
+            assert (symbol.name in CALLED[symbol.op]) == bool(reachable), f"{symbol} would be another's call."
         assert hasattr(stub_aiter.Stub, symbol.name) == bool(reachable or symbol.refused), symbol.name

@@ -6,7 +6,6 @@ pytest -m rocm plugins/rocm_aiter/tests/test_aiter_on_amd.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,17 +51,18 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return call
 
-    by_op = {"decode": "decode", "index_logits": "prompt_logits", "index_topk": "top_k"}
+    by_op = {"index_logits": "prompt_logits", "index_topk": "top_k"}
     by_op |= {"inverse_rope_quant": "quantised", "o_proj": "grouped_product"}
     for op, name in by_op.items():
         monkeypatch.setattr(calls, name, noted(op, getattr(calls, name)))
-    prefills = {name: noted("prefill", own) for name, own in calls.PREFILLS.items()}
-    monkeypatch.setattr(layer, "PREFILLS", MappingProxyType(prefills))
+    for op, name in (("decode", "DECODES"), ("prefill", "PREFILLS")):
+        known = {symbol: noted(op, own) for symbol, own in getattr(calls, name).items()}
+        monkeypatch.setattr(layer, name, known)
     return found
 
 
 def planned(plan: Any, *ops: str) -> set[str]:
-    return {op for op in ops if plan.route(op).symbol is not None}
+    return {op for op in ops if plan.symbol(op) is not None}
 
 
 @pytest.mark.parametrize("format", FORMATS)

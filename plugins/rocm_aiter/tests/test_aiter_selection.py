@@ -205,11 +205,14 @@ def test_explain(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert library.SOURCES in said
     assert "decode by AITER's pa_decode_sparse (gluon); mla_decode_fwd_v4_nm (asm) is for rows of two" in said
     assert "insert by the core; fused_qk_norm_rope_group_quant (hip) is for rows of two buffers; " in said
-    assert "inverse RoPE by the quantisation" in said
+    assert "inverse RoPE by the quantisation, or before an einsum where scales are no powers of two" in said
+    assert "\nc4a: index_topk by AITER's top_k_per_row_prefill (hip)\n" in said, "Others have no indexer."
     assert main([*words, "request.arch=gfx950", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]["c4a"]
-    symbols = {route["op"]: route["symbol"] and route["symbol"]["technology"] for route in plan["routes"]}
-    assert (symbols["decode"], symbols["insert"], plan["rotates_back"]) == ("gluon", None, "quantisation")
+    assert (plan["routes"]["insert"], plan["rotates_back"]) == ("the core", "quantisation")
+    assert plan["routes"]["decode"] == (
+        "aiter.ops.triton.attention.pa_decode_sparse.pa_decode_sparse (gluon)"
+    )
     assert main([*words, "request.arch=gfx942", "kv_cache_dtype=bf16", "backend.core=[index_topk]"]) == 0
     said = capsys.readouterr().out
     assert "\nswa: decode by AITER's pa_decode_sparse (triton); " in said
@@ -245,6 +248,12 @@ def test_explain(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
             "model",
             "index_n_heads is 48, and the core's kernels take powers of two.",
         ),
+        (
+            {"limits": Limits(262_144, 8, 1 << 20, 8192)},
+            "model",
+            "262,144 query tokens attend up to 8,192 rows of a pool each, and AITER's lists of them end at "
+            "2,147,483,647.",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, Any], code: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +263,16 @@ def test_refusals(changes: dict[str, Any], code: str, text: str, monkeypatch: py
     assert (reason.code, reason.text) == (code, text)
     assert reason.fix
     assert plugin.dsv4_unsupported_reasons(REQUEST) == []
+
+
+def test_lists_as_long_as_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the reason says is accepted."""
+    monkeypatch.setattr(library, "installed", VERSIONS.get)
+    monkeypatch.setattr(library, "_is_of_amd", lambda: True)
+    (reason,) = plugin.dsv4_unsupported_reasons(replace(REQUEST, limits=Limits(262_144, 8, 1 << 20, 8192)))
+    assert reason.fix == "Set max_tokens=262143 or less, or max_model_len lower."
+    most = Limits(262_143, 8, 1 << 20, 8192)
+    assert plugin.dsv4_unsupported_reasons(replace(REQUEST, limits=most)) == []
 
 
 def test_options() -> None:
@@ -312,6 +331,7 @@ def test_pools_of_the_other_flavour_are_refused() -> None:
         ("gfx950", {"projection": "einsum"}, "einsum", ""),
         ("gfx950", {"projection": "core"}, "projection", ""),
         ("gfx950", {"core": ["o_proj"]}, "projection", ""),
+        ("gfx950", {"core": ["inverse_rope_quant"]}, "projection", ""),
     ],
 )
 def test_plans(
@@ -323,15 +343,19 @@ def test_plans(
     request = replace(REQUEST, arch=arch, model=model, num_heads=8)
     plan = plugin.dsv4_plan_layer(request, layer_spec(model, 2), AiterOptions(**options))
     assert (plan.rotates_back, plan.projection_dtype) == (rotates, dtype)
-    assert plan.variant.endswith(f"inverse RoPE by the {rotates}")
+    assert plan.variant.endswith(f"; inverse RoPE {plugin.ROTATION[plan.rotates_back]}")
+    assert "index_topk" in plan.variant
     assert not plan.output.inverse_rotated
     assert (plan.padded_q_heads, plan.output.padded, plan.core_ops) == (8, False, "triton")
     assert plan.own_ops == {"index_logits", "index_topk"}
     assert plan.notes[0].startswith("amd-aiter 0.1.20.post1, flydsl 0.3.1, triton 3.7.0; AMD's images")
     assert len(plan.notes) == 9
-    assert not plugin.dsv4_plan_layer(request, layer_spec(model, 0), AiterOptions()).own_ops
     at_the_kernels = replace(request, seam="kernel")
-    assert not plugin.dsv4_plan_layer(at_the_kernels, layer_spec(model, 2), AiterOptions()).own_ops
+    for other, number in ((request, 0), (at_the_kernels, 2)):
+        plan = plugin.dsv4_plan_layer(other, layer_spec(model, number), AiterOptions(**options))
+        assert not plan.own_ops
+        assert "index" not in plan.variant
+        assert not any(note.startswith("index_") for note in plan.notes)
 
 
 def test_pages_that_are_apart() -> None:

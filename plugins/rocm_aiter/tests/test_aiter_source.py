@@ -190,7 +190,7 @@ def test_the_portable_decode(aiter: None, heads: int, splits: int, monkeypatch: 
     q, sinks = torch.randn(3, heads, 512).half(), torch.randn(heads)
     sinks[::3] = NO_SINK
     symbol = symbol_of("pa_decode_sparse", "triton")
-    found = calls.decode(symbol, q.as_subclass(OnGpu), [Pool(cache, lists)], SCALE, sinks)
+    found = calls.DECODES[symbol.name](symbol, q.as_subclass(OnGpu), [Pool(cache, lists)], SCALE, sinks)
     assert_near(found.as_subclass(torch.Tensor), due(q, cache.pool.flatten(0, 1), slots, sinks))
 
 

@@ -127,7 +127,7 @@ def test_every_route_is_run(install: Install, idle: None, called: Calls, arch: s
         case = Case(SWA, 8, format, limits=limits, private_output=True, host_lengths=True)
         stack = backend_stack(subject, replace(case, others=(C4A, C128A), poison=None))
         for plan in stack.selection.plans.values():
-            reachable |= {route.symbol.name for route in plan.routes if route.symbol is not None}
+            reachable |= {own.name for own in map(plan.symbol, plan.routes) if own is not None}
         for chunk in planned_chunks(config)[: -config.decode + 1]:
             step = stack.plan([chunk.start] * config.batch, [chunk.tokens] * config.batch)
             for layer in stack.layers:
