@@ -16,13 +16,14 @@ from dsv4core.api.kvcache import round_up
 from dsv4core.api.layer import LayerCaches
 from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
-from dsv4core.api.step import CacheTable, Step
+from dsv4core.api.step import Step
 from dsv4core.kvcache import KVCache, cache_layout
 from dsv4core.model.shapes import ModelShape
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.sparse_mla import Rows
 from dsv4core.ops.sparse_mla.schedule_triton import Schedule, Table, schedule
-from dsv4core.step import gather_area, plan_gather
+from dsv4core.step import gathered
+from dsv4core.step.gathered import chunks
 
 PAGE = 64
 """Rows a page of a workspace: any number would do, and attention is compiled for each."""
@@ -124,43 +125,29 @@ def gather_chunks(step: Step, kind: LayerKind, request: Request) -> Iterator[Chu
             "backend.prefill=gather was asked to plan a step without lengths; give Step.host_lengths, as the "
             "request says, or set backend.prefill=in_place."
         )
-    window, decodes, begin = request.model.sliding_window, step.num_decode_requests, step.num_decode_tokens
-    query = step.host_lengths.query[decodes:]
-    # A request without queries attends nothing, however long it is.
-    total = [own if new else 0 for new, own in zip(query, step.host_lengths.total[decodes:], strict=True)]
-    for plan in plan_gather(query, total, kind, window, gather_area(kind, step.limits, window)):
-        tokens = slice(begin, begin := begin + sum(query[plan.first : plan.end]))
-        if tokens.start < tokens.stop:
-            own = slice(decodes + plan.first, decodes + plan.end)
-            yield _chunk(step, kind, request, tokens, own, plan.rows - plan.entries, plan.entries)
+    for chunk in chunks(step, kind, request):
+        yield _chunk(chunk, kind, request)
 
 
-def _chunk(
-    step: Step, kind: LayerKind, request: Request, tokens: slice, own: slice, height: int, entries: int
-) -> Chunk:
-    """A chunk of the requests `own`; `height` window tokens and `entries` are most of one of them."""
-    window = request.model.sliding_window
-    lengths, fresh = step.seq_lens[own], step.query_start_loc.diff()[own]
-    count = torch.where(fresh > 0, fresh + (lengths - fresh).clamp_max(window - 1), 0)
-    side = Side.of(step.window.block_table[own], lengths - count, count, height)
-    requests = step.token_to_request[tokens] - own.start
-    places = torch.arange(own.stop - own.start, dtype=torch.int32, device=requests.device)[:, None]
-    positions = step.positions[tokens]
+def _chunk(chunk: gathered.Chunk, kind: LayerKind, request: Request) -> Chunk:
+    """The workspaces of a chunk."""
+    window, positions, requests = request.model.sliding_window, chunk.positions, chunk.requests
+    side = Side.of(chunk.window_pages, chunk.first, chunk.count, chunk.rows - chunk.entries)
+    places = torch.arange(len(chunk.first), dtype=torch.int32, device=requests.device)[:, None]
     slots = kernels.window_slots(
         positions - side.first[requests.long()], requests, places, side.height, window
     )
     tables: list[Table] = [(window, None)]
-    compressed = every = visible = None
-    if kind.ratio is not None:
-        table: CacheTable = step.compressed[kind.name]
-        known = torch.where(fresh > 0, lengths // kind.ratio, 0)
-        compressed = Side.of(table.block_table[own], torch.zeros_like(known), known, entries)
-        visible, size = (positions + 1) // kind.ratio, compressed.height
+    compressed = every = None
+    if chunk.entry_pages is not None and chunk.known is not None:
+        known = chunk.known
+        compressed = Side.of(chunk.entry_pages, torch.zeros_like(known), known, chunk.entries)
+        size = compressed.height
         if kind.select == "all":
             every = kernels.visible_slots(known, places[:, 0], places, size, size)
-        tables.append((size if kind.select == "all" else request.model.index_topk, visible))
+        tables.append((size if kind.select == "all" else request.model.index_topk, chunk.visible))
     dtype = getattr(torch, request.dtype)
     division = schedule(
         *(len(positions), request.num_heads, tables, {(_format(dtype), None)}, dtype, positions.device)
     )
-    return Chunk(tokens, requests, places, side, slots, compressed, every, visible, division)
+    return Chunk(*(chunk.tokens, requests, places, side, slots, compressed, every, chunk.visible, division))

@@ -19,6 +19,7 @@ MODULES = (
     "dsv4core.ops",
     "dsv4core.ops.triton",
     "dsv4core.step",
+    "dsv4core.step.gathered",
     "dsv4core.testing.conformance",
     "dsv4core.testing.fakes",
     "dsv4core.testing.signatures",
@@ -30,6 +31,7 @@ MODULES = (
     "dsv4core.framework.binding",
     "dsv4core.hydra",
     "dsv4core.libraries",
+    "dsv4core.ops.indexer.prompts",
     "dsv4core.ops.o_proj.prepared",
     "dsv4core.workspace",
 )

@@ -14,10 +14,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsv4core.api import C4A, C128A, SWA, LayerKind
-from dsv4core.backends import triton_gather
 from dsv4core.backends.triton import TritonOptions
 from dsv4core.ops import triton as kernels
 from dsv4core.ops.gather_rows.triton import gather_rows
+from dsv4core.step import gathered
 from dsv4core.testing.case import Case
 from dsv4core.testing.host import Host
 from dsv4core.testing.subject import Subject
@@ -42,23 +42,23 @@ def test_widths(dsv4: Subject, entries: int) -> None:
 @pytest.mark.parametrize("kind", [SWA, C4A, C128A], ids=lambda kind: kind.name)
 def test_gathered_prefills(dsv4: Subject, kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind decodes; two chunks; a request that the window holds, and one that it does not."""
-    gathered: list[StorageWeakRef] = []
+    workspaces: list[StorageWeakRef] = []
 
     def gather(*args: Any) -> None:
         if args[0] is host.caches.window:
             gc.collect()  # the interpreter's own cycles
-            assert all(own.expired() for own in gathered), (
+            assert all(own.expired() for own in workspaces), (
                 "A chunk's workspace is still there at the next one."
             )
         gather_rows(*args)
-        gathered.append(StorageWeakRef(args[-1].untyped_storage()))
+        workspaces.append(StorageWeakRef(args[-1].untyped_storage()))
 
     monkeypatch.setattr(kernels, "gather_rows", gather)
-    monkeypatch.setattr(triton_gather, "gather_area", lambda *sizes: 600 if kind is C4A else 300)
+    monkeypatch.setattr(gathered, "gather_area", lambda *sizes: 600 if kind is C4A else 300)
     subject = replace(dsv4, options=TritonOptions(prefill="gather"))
     host = Host(subject, Case(kind, heads=0, host_lengths=True))
     test_attention.compare(host, (700, 300, 64, 0), (1, 9, 5, 7), want_lse=True)
-    assert len(gathered) == (2 if kind is SWA else 4)
+    assert len(workspaces) == (2 if kind is SWA else 4)
 
 
 def test_queries(dsv4: Subject) -> None:

@@ -23,12 +23,12 @@ from dsv4core.api import (
     Step,
 )
 from dsv4core.attention import core_operations
-from dsv4core.backends.gathered import Chunk, chunks
 from dsv4core.kvcache import KVCache
 from dsv4core.ops.indexer import deepgemm
 from dsv4core.ops.indexer.deepgemm import ScorePlan
 from dsv4core.ops.indexer.prompts import Prompt, prompts, score_prompts
 from dsv4core.ops.o_proj.prepared import OutputProjection
+from dsv4core.step.gathered import Chunk, chunks
 
 LEAST_QUERIES = 128
 """Of a prompt that DeepGEMM scores: all of its keys are brought side by side for them. With 512 that takes

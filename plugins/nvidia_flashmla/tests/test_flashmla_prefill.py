@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4core.api import C4A, C128A, SWA, LayerKind
-from dsv4core.backends import gathered
+from dsv4core.step import gathered
 from dsv4core.testing.case import Case
 from dsv4core.testing.host import Host
 from dsv4core.testing.ledger import Ledger

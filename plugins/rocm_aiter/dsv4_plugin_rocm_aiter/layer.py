@@ -17,9 +17,9 @@ from dsv4_plugin_rocm_aiter.routes import Symbol
 from dsv4core.api import AttentionOutput, LayerCaches, LayerKind, LayerSpec, LayerWeights, Request, Step
 from dsv4core.api.kvcache import round_up
 from dsv4core.attention import core_operations
-from dsv4core.backends.gathered import Chunk, chunks
 from dsv4core.ops.indexer.prompts import Prompt, prompts, score_prompts
 from dsv4core.ops.sparse_mla import Rows
+from dsv4core.step.gathered import Chunk, chunks
 
 Lists = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, RaggedLists], RaggedLists]
 

@@ -1,7 +1,7 @@
 """Prefills over gathered rows: what each request's queries see is decoded once, then attended in bf16.
 
-For kernels of libraries that attend one pool of plain rows. The core's own kernel attends two workspaces
-(`dsv4core.backends.triton_gather`).
+Kernels of libraries attend a `Chunk` as it is, one pool of plain rows. The core's own kernel attends two
+workspaces of the same requests (`dsv4core.backends.triton_gather`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsv4core.api.layer import LayerCaches
 from dsv4core.api.model import LayerKind
 from dsv4core.api.selection import Request
 from dsv4core.api.step import Step
-from dsv4core.step import gather_area, plan_gather
+from dsv4core.step.gather import gather_area, plan_gather
 
 Attended = TypeVar("Attended")
 
@@ -110,8 +110,8 @@ class Chunk:
 
 
 def chunks(step: Step, kind: LayerKind, request: Request) -> Iterator[Chunk]:
-    """The prefills of a step, in chunks that fit a workspace."""
-    assert step.host_lengths is not None  # or the request would have been refused
+    """The prefills of a step whose lengths the host knows, in chunks that fit a workspace."""
+    assert step.host_lengths is not None  # callers read rows in place where there are none
     window, decodes, begin = request.model.sliding_window, step.num_decode_requests, step.num_decode_tokens
     query = step.host_lengths.query[decodes:]
     # A request without queries attends nothing, however long it is.
