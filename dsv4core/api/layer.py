@@ -112,7 +112,7 @@ class LayerPlan:
                 raise ValueError(f"{name}={value!r} of a plan cannot be; give a number that is not negative.")
         if not isinstance(self.output, OutputSpec):
             raise ValueError(f"output={self.output!r} of a plan cannot be; give an OutputSpec.")
-        if isinstance(self.notes, str):
+        if not (isinstance(self.notes, tuple) and all(isinstance(line, str) for line in self.notes)):
             raise ValueError(f"notes={self.notes!r} of a plan cannot be; give a tuple of lines.")
         unknown = sorted(self.own_ops - OWN_OPS)
         if unknown:

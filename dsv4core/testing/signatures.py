@@ -47,7 +47,7 @@ class Recorded:
         """The signature as an object."""
         tree = ast.parse(f"def function{self.signature}: ...").body[0]
         assert isinstance(tree, ast.FunctionDef)
-        return _signature(tree.args)
+        return signature_of(tree.args)
 
 
 def read(source: Source) -> list[Recorded]:
@@ -108,7 +108,8 @@ def _source(module: str) -> str:
     return ", ".join(sorted(f"{name} {version(name)}" for name in names))
 
 
-def _signature(arguments: ast.arguments) -> inspect.Signature:
+def signature_of(arguments: ast.arguments) -> inspect.Signature:
+    """Parameters as source has them: without annotations; defaults are `...`."""
     return inspect.Signature(list(_parameters(arguments)))
 
 

@@ -166,6 +166,8 @@ VALUES = [
     ),
     ("own_ops=", "workspace_bytes=-5, own_ops=", "workspace_bytes=-5 of a plan cannot be; give a number"),
     ("own_ops=", "notes='one', own_ops=", "notes='one' of a plan cannot be; give a tuple of lines"),
+    ("own_ops=", "notes=['one'], own_ops=", "notes=['one'] of a plan cannot be; give a tuple of lines"),
+    ("own_ops=", "notes=(1,), own_ops=", "notes=(1,) of a plan cannot be; give a tuple of lines"),
     ("own_ops=", "output='bf16', own_ops=", "output='bf16' of a plan cannot be; give an OutputSpec"),
 ]
 

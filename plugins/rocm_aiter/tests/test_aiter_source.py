@@ -28,7 +28,7 @@ from test_aiter_compiles import COMPILER, HERE, LDS
 
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
 from dsv4core.model.shapes import PRESETS
-from dsv4core.testing.signatures import Recorded, _signature
+from dsv4core.testing.signatures import Recorded, signature_of
 
 SOURCE = os.environ.get("DSV4_AITER_SRC")
 pytestmark = pytest.mark.skipif(
@@ -77,7 +77,7 @@ def test_the_data_is_the_checkouts(symbol: Symbol) -> None:
     if found is None:
         assert symbol.before is not None, f"{symbol.target} is not in {SOURCE}."
         return
-    taken = set(_signature(found.args).parameters)
+    taken = set(signature_of(found.args).parameters)
     assert set(symbol.parameters) <= taken, f"{symbol.name} has no {set(symbol.parameters) - taken}."
 
 
@@ -89,7 +89,7 @@ def test_what_is_recorded_is_the_checkouts(own: dict[str, str]) -> None:
     if found is None:
         pytest.skip(f"{recorded.target} is recorded from {recorded.distribution}, which the checkout is not")
     required = [
-        name for name, value in _signature(found.args).parameters.items() if value.default is value.empty
+        name for name, value in signature_of(found.args).parameters.items() if value.default is value.empty
     ]
     assert set(required) <= set(recorded.parsed.parameters)
 
