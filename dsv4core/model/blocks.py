@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from dsv4core.api.layer import Weight
 from dsv4core.fp8 import FP8_MAX, power_of_two_exponent, to_fp8
 
 _E8M0_BIAS = 127
@@ -33,6 +34,16 @@ def quantize_block(
     scale = (exponent + _E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
     data = weight.float() / _spread(scale, rows, columns, block)
     return to_fp8(data), scale
+
+
+def has_power_of_two_blocks(weight: Weight, groups: int, block: int = 128) -> bool:
+    """Whether groups of rows are E4M3 in whole blocks of `block x block`, scaled by powers of two."""
+    rows, columns = weight.data.shape
+    whole = weight.block == (block, block) and columns % block == 0 and rows % (groups * block) == 0
+    if weight.scale is None or weight.data.dtype != torch.float8_e4m3fn or not whole:
+        return False
+    mantissa, _ = torch.frexp(weight.scale.float())
+    return bool((mantissa == 0.5).all())
 
 
 def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from dsv4core.api.errors import ConfigError
 from dsv4core.api.layer import Weight
+from dsv4core.model.blocks import has_power_of_two_blocks
 from dsv4core.ops.inverse_rope_quant.triton import inverse_rope_quant
 from dsv4core.ops.linear.triton import linear, prepare_linear
 
@@ -36,16 +37,6 @@ class GroupedWeight:
         return self.data.nbytes + self.scale.nbytes
 
 
-def serves(weight: Weight, groups: int) -> bool:
-    """Whether `wo_a` is FP8 in whole blocks of 128 x 128, with scales that are powers of two."""
-    rows, columns = weight.data.shape
-    blocks = weight.block == (BLOCK, BLOCK) and columns % BLOCK == 0 and rows % (groups * BLOCK) == 0
-    if weight.scale is None or weight.data.dtype != torch.float8_e4m3fn or not blocks:
-        return False
-    mantissa, _ = torch.frexp(weight.scale.float())
-    return bool((mantissa == 0.5).all())
-
-
 def prepare_wo_a(weight: Weight, groups: int) -> GroupedWeight:
     """Bring `wo_a` into the form of this GPU: its FP8 data as they are.
 
@@ -58,7 +49,7 @@ def prepare_wo_a(weight: Weight, groups: int) -> GroupedWeight:
             of two.
     """
     rows, columns = weight.data.shape
-    if weight.scale is None or not serves(weight, groups):
+    if weight.scale is None or not has_power_of_two_blocks(weight, groups, BLOCK):
         raise ConfigError(
             f"wo_a of {rows} x {columns} {weight.data.dtype} in blocks of {weight.block} was given for "
             f"{groups} groups, and DeepGEMM multiplies float8_e4m3fn in whole blocks of {BLOCK} x {BLOCK}, "

@@ -9,6 +9,7 @@ import torch
 
 from dsv4core.api.errors import DSV4Error
 from dsv4core.api.layer import LayerSpec, LayerWeights
+from dsv4core.model.blocks import has_power_of_two_blocks
 
 
 class OutputProjection:
@@ -38,7 +39,7 @@ class OutputProjection:
         if deep_gemm and len(self._weights) == 2:
             from dsv4core.ops.o_proj import deepgemm
 
-            if deepgemm.serves(weights["wo_a"], layer.num_groups):
+            if has_power_of_two_blocks(weights["wo_a"], layer.num_groups, deepgemm.BLOCK):
                 wo_a = deepgemm.prepare_wo_a(weights["wo_a"], layer.num_groups)
                 self._weights = (wo_a, self._weights[1])
                 self.product, self._project = "deepgemm", deepgemm.o_proj

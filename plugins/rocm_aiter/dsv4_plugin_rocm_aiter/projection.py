@@ -11,9 +11,8 @@ from dsv4_plugin_rocm_aiter import calls
 from dsv4_plugin_rocm_aiter.plugin import Plan
 from dsv4core.api import LayerSpec, LayerWeights
 from dsv4core.attention import core_operations
-from dsv4core.model.blocks import dequantize_block
+from dsv4core.model.blocks import dequantize_block, has_power_of_two_blocks
 from dsv4core.model.rope import rotate_back
-from dsv4core.ops.o_proj import deepgemm
 from dsv4core.ops.o_proj.prepared import OutputProjection
 
 
@@ -44,7 +43,7 @@ def projection(layer: LayerSpec, weights: LayerWeights, plan: Plan) -> Projectio
     operations = core_operations(plan)
     if plan.rotates_back == "projection" or not {"wo_a", "wo_b"} <= set(weights.tensors):
         return OutputProjection(layer, weights, operations)
-    if plan.rotates_back == "quantisation" and deepgemm.serves(weights["wo_a"], layer.num_groups):
+    if plan.rotates_back == "quantisation" and has_power_of_two_blocks(weights["wo_a"], layer.num_groups):
         return Quantised(layer, weights, operations)
     return Einsum(layer, weights, operations, _rotation(plan))
 
