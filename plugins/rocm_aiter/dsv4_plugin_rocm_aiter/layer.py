@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,27 @@ class SharedStep:
         return round_up(self.kind.visible_entries(longest), 16)  # kernels are compiled for its divisors
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What attention of one layer is called with in a step.
+
+    Attributes:
+        q: `[tokens, heads, 512]`.
+        caches: The layer's.
+        selected: `[tokens, k]` entries that each query attends; None for all of them.
+        step: The step.
+        shared: What layers of the kind share in it.
+        apply_sink: Whether sinks take their share.
+    """
+
+    q: torch.Tensor
+    caches: LayerCaches
+    selected: torch.Tensor | None
+    step: Step
+    shared: SharedStep
+    apply_sink: bool
+
+
 class Layer:
     """One layer's sinks and output projection."""
 
@@ -186,49 +208,40 @@ class Layer:
         apply_sink: bool,
     ) -> AttentionOutput:
         """Attend over the window and the selected entries, or all of them."""
+        call = Call(q, caches, selected, step, kind_state, apply_sink)
         if want_lse or (kind_state.decode is None and not kind_state.chunks):
-            tokens = slice(step.num_tokens)
-            return AttentionOutput(
-                *self._by_core(q, caches, selected, step, kind_state, tokens, want_lse, apply_sink)
-            )
-        sinks = self._finite_sinks if apply_sink else self._no_sinks
-        parts = self._in_place(q, caches, selected, step, kind_state, sinks, apply_sink)
-        prefill = partial(self._prefill, sinks=sinks)
+            return AttentionOutput(*self._by_core(call, slice(step.num_tokens), want_lse))
+        parts = self._in_place(call)
+        prefill = partial(self._prefill, sinks=self._given_sinks(call))
         for chunk in kind_state.chunks:
             window = self.layer.model.sliding_window
             parts += chunk.attend(q, caches, selected, window, prefill, self._operations)
         return AttentionOutput(_whole(q, parts))
 
-    def _in_place(
-        self,
-        q: torch.Tensor,
-        caches: LayerCaches,
-        selected: torch.Tensor | None,
-        step: Step,
-        kind_state: SharedStep,
-        sinks: torch.Tensor,
-        apply_sink: bool,
-    ) -> list[tuple[slice, torch.Tensor]]:
+    def _given_sinks(self, call: Call) -> torch.Tensor:
+        """Sinks for AITER's kernels, which take some in any case."""
+        return self._finite_sinks if call.apply_sink else self._no_sinks
+
+    def _in_place(self, call: Call) -> list[tuple[slice, torch.Tensor]]:
         """Queries that read rows in place, some at a time."""
-        front, symbol = kind_state.in_place, kind_state.decode
+        front, symbol = call.shared.in_place, call.shared.decode
         if not front.stop:
             return []
         if symbol is None:
-            out, _ = self._by_core(q, caches, selected, step, kind_state, front, False, apply_sink)
-            return [(front, out)]
-        assert kind_state.window_lists is not None
-        pools = [Pool(caches.window, kind_state.window_lists)]
-        if caches.compressed is not None:
-            lists = kind_state.entry_lists
-            if selected is not None:
-                lists = kind_state.chosen_lists(kind_state.chosen(selected, step, front))
+            return [(front, self._by_core(call, front, want_lse=False)[0])]
+        assert call.shared.window_lists is not None
+        pools = [Pool(call.caches.window, call.shared.window_lists)]
+        if call.caches.compressed is not None:
+            lists = call.shared.entry_lists
+            if call.selected is not None:
+                lists = call.shared.chosen_lists(call.shared.chosen(call.selected, call.step, front))
             assert lists is not None
-            pools.append(Pool(caches.compressed, lists))
-        scale, parts = self.layer.model.softmax_scale, []
+            pools.append(Pool(call.caches.compressed, lists))
+        attend, sinks, parts = DECODES[symbol.name], self._given_sinks(call), []
         for begin in range(0, front.stop, MOST_QUERIES):
             tokens = slice(begin, min(begin + MOST_QUERIES, front.stop))
             own = [Pool(pool.cache, pool.lists.of(tokens)) for pool in pools]
-            parts.append((tokens, DECODES[symbol.name](symbol, q[tokens], own, scale, sinks)))
+            parts.append((tokens, attend(symbol, call.q[tokens], own, self.layer.model.softmax_scale, sinks)))
         return parts
 
     def _prefill(
@@ -248,31 +261,19 @@ class Layer:
         parts = [attend(q[turn], rows, lists.of(turn), scale, sinks) for turn in turns]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _by_core(
-        self,
-        q: torch.Tensor,
-        caches: LayerCaches,
-        selected: torch.Tensor | None,
-        step: Step,
-        kind_state: SharedStep,
-        tokens: slice,
-        want_lse: bool,
-        apply_sink: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _by_core(self, call: Call, tokens: slice, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The core's kernel, which reads each pool in its flavour of FP8."""
-        rows = [Rows(caches.window, kind_state.window[tokens], kind_state.window_lengths[tokens])]
-        if caches.compressed is not None and kind_state.entry_lengths is not None:
-            lengths = kind_state.entry_lengths[tokens]
-            if selected is not None:
-                slots = kind_state.chosen(selected, step, tokens)
-                rows.append(Rows(caches.compressed, slots, lengths))
+        shared, caches, step = call.shared, call.caches, call.step
+        rows = [Rows(caches.window, shared.window[tokens], shared.window_lengths[tokens])]
+        if caches.compressed is not None and shared.entry_lengths is not None:
+            lengths = shared.entry_lengths[tokens]
+            if call.selected is not None:
+                rows.append(Rows(caches.compressed, shared.chosen(call.selected, step, tokens), lengths))
             else:
-                assert kind_state.entries is not None
-                owners = step.token_to_request[tokens]
-                rows.append(Rows(caches.compressed, kind_state.entries, lengths, owners))
-        sinks = self._sinks if apply_sink else None
-        scale = self.layer.model.softmax_scale
-        out, lse = self._operations.sparse_mla(q[tokens], rows, scale, sinks, want_lse)
+                assert shared.entries is not None
+                rows.append(Rows(caches.compressed, shared.entries, lengths, step.token_to_request[tokens]))
+        sinks, scale = self._sinks if call.apply_sink else None, self.layer.model.softmax_scale
+        out, lse = self._operations.sparse_mla(call.q[tokens], rows, scale, sinks, want_lse)
         return out, None if lse is None else lse[:, : self.layer.num_heads]
 
     def o_proj(self, attention: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
