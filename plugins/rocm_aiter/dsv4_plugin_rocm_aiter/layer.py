@@ -43,7 +43,8 @@ class SharedStep:
 
     def __init__(self, request: Request, kind: LayerKind, plan: Plan, device: torch.device) -> None:
         """Keep what does not change; where graphs have to last, make the lists' buffers."""
-        self.kind, self.plan_of_layers, self._request = kind, plan, request
+        self.kind, self._request = kind, request
+        self.decode, self._prefill = plan.symbol("decode"), plan.symbol("prefill")
         self._operations, self._lists, self._device = core_operations(plan), list_writer(plan), device
         self._requests = torch.arange(request.limits.max_requests, dtype=torch.int32, device=device)
         self._window_room: RaggedLists | None = None
@@ -61,11 +62,6 @@ class SharedStep:
         self.entry_lists: RaggedLists | None = None
         self.chunks: Sequence[Chunk] = ()
         self.in_place = slice(0)
-
-    @property
-    def decode(self) -> Symbol | None:
-        """AITER's kernel that reads rows in place."""
-        return self.plan_of_layers.symbol("decode")
 
     def plan(self, step: Step) -> None:
         """The tables and lists of one step."""
@@ -112,7 +108,7 @@ class SharedStep:
 
     def _gathers(self, step: Step) -> bool:
         """Whether AITER attends this step's prefills, over gathered rows."""
-        symbol = self.plan_of_layers.symbol("prefill")
+        symbol = self._prefill
         fresh = step.num_tokens - step.num_decode_tokens
         return symbol is not None and step.host_lengths is not None and fresh >= symbol.least_queries
 
@@ -158,6 +154,7 @@ class Layer:
 
     def __init__(self, layer: LayerSpec, plan: Plan, weights: LayerWeights, device: torch.device) -> None:
         self.layer, self.plan = layer, plan
+        self._scores, self._prefills = plan.symbol("index_logits"), plan.symbol("prefill")
         self._operations, self._lists = core_operations(plan), list_writer(plan)
         self._sinks = torch.full((plan.padded_q_heads,), float("-inf"), device=device)
         self._sinks[: layer.num_heads] = weights["attn_sink"].data.float()
@@ -177,7 +174,7 @@ class Layer:
     ) -> torch.Tensor:
         """Scores of the entries that these tokens see."""
         keys, table = caches.index, step.compressed[self.layer.kind.name]
-        symbol = self.plan.symbol("index_logits")
+        symbol = self._scores
         assert keys is not None
         assert symbol is not None
 
@@ -253,7 +250,7 @@ class Layer:
         sinks: torch.Tensor,
     ) -> torch.Tensor:
         """Queries of prefills over gathered rows, some at a time."""
-        symbol = self.plan.symbol("prefill")
+        symbol = self._prefills
         assert symbol is not None
         attend, scale = PREFILLS[symbol.name], self.layer.model.softmax_scale
         lists = self._lists(table, lengths, None, 0, RaggedLists.empty(len(table), table.shape[1], q.device))
