@@ -37,7 +37,7 @@ def calls(chip: Chip) -> Iterator[Any]:
     """Decodes of the routes that there are for the chip, in place; prefills; scores of prompts."""
     arch = chip.target.arch
     own = [symbol for symbol in routes.symbols() if arch in symbol.archs and symbol.op == "decode"]
-    (decode,) = (symbol for symbol in own if symbol.technology != "asm")
+    (decode,) = (symbol for symbol in own if symbol.name in aiter.DECODES)
     lists = RaggedLists.empty(TOKENS, 640, torch.device("cpu"))
     keys = allocate_cache(cache_layout(MODEL, "bf16", "fp8").index, 8, 64)
     codes = torch.zeros(TOKENS, MODEL.index_n_heads, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -50,9 +50,9 @@ def calls(chip: Chip) -> Iterator[Any]:
             cache = allocate_cache(cache_layout(MODEL, name, "fp8").window, 2, 64)
             for count in range(1, decode.pools + 1):
                 pools = [Pool(cache, lists)] * count
-                yield partial(aiter.decode, decode, q, pools, MODEL.softmax_scale, sinks[heads])
+                yield partial(aiter.decode_sparse, decode, q, pools, MODEL.softmax_scale, sinks[heads])
                 few = [Pool(cache, lists.of(slice(1)))] * count
-                yield partial(aiter.decode, decode, q[:1], few, MODEL.softmax_scale, sinks[heads])
+                yield partial(aiter.decode_sparse, decode, q[:1], few, MODEL.softmax_scale, sinks[heads])
         if arch == "gfx942":
             yield from prefills(q, lists, sinks[heads])
 
