@@ -18,13 +18,12 @@ import pytest
 import stub_aiter
 import torch
 from dsv4_plugin_rocm_aiter import library, plugin, routes
-from stub_aiter import VERSIONS, Calls, Install, Stub
+from stub_aiter import ON_AMD, VERSIONS, Calls, Install, Stub
 
 from dsv4core.api import hookimpl
 from dsv4core.testing.fakes import declare_backends, isolate
 from dsv4core.testing.subject import Subject
 
-ON_AMD = torch.version.hip is not None and torch.cuda.is_available()
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # chosen before kernels are defined
 

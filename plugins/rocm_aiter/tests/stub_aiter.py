@@ -24,6 +24,8 @@ from dsv4core.testing.signatures import Recorded
 from dsv4core.testing.subject import Subject
 
 NOPE, ROPE, TILE, DATA, RECORD, WIDTH = 448, 64, 64, 576, 584, 512
+ON_AMD = torch.version.hip is not None and torch.cuda.is_available()
+"""Whether the real AITER is tested, and not this."""
 VERSIONS = {"amd-aiter": "0.1.20.post1", "flydsl": "0.3.1", "triton": "3.7.0"}
 """What is installed beside the stub, unless a test says otherwise."""
 Install = Callable[..., Subject]

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ON_AMD
 from dsv4_plugin_rocm_aiter import calls, layer
-from stub_aiter import Install
+from stub_aiter import ON_AMD, Install
 
 from dsv4core import ops
 from dsv4core.api import C4A, C128A, SWA, LayerKind, Limits
