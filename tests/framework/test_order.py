@@ -52,7 +52,7 @@ def test_a_default_yields_to_whatever_is_given(request_: Request) -> None:
     assert order_of(replace(request, num_heads=64), {}, DEFAULT_ORDER) == DEFAULT_ORDER["sm_90"]
 
 
-@pytest.mark.parametrize(("heads", "first"), [(1, "triton"), (4, "triton"), (32, "triton"), (64, "hopper")])
+@pytest.mark.parametrize(("heads", "first"), [(1, "triton"), (4, "triton"), (32, "triton"), (64, "flashmla")])
 def test_heads_that_are_padded(request_: Request, heads: int, first: str) -> None:
     request = replace(request_, platform="cuda", arch="sm_90", num_heads=heads)
     assert order_of(request, DEFAULT_ORDER)[0] == first

@@ -127,7 +127,7 @@ def check(
             )
             assert lse is not None
             torch.testing.assert_close(lse[query], due_lse, rtol=2e-4, atol=2e-4)
-            # Weights and results are rounded to bf16, 2^-9 each.
+            # Weights and results are rounded to bf16, each off by 2^-8 at most: 4.04e-3 was seen.
             assert float((out[query].float() - due).norm()) <= 4.5e-3 * float(due.norm())
 
 
