@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from compare_hopper import DEVICE, ENTRIES, MODEL, WINDOW, filled, turn
 from dsv4_plugin_hopper import compiled
-from dsv4_plugin_hopper.attend import attend
+from dsv4_plugin_hopper.attend import attend, division
 
 HEADS, CHOSEN, TILES = 64, 1536, 26
 """Heads, entries beside a window of 128, and the tiles that they are."""
@@ -66,7 +66,13 @@ def traced() -> str:
 
 
 def clocks(tokens: int) -> torch.Tensor:
-    """`[tiles, places]` cycles, of a block's first query."""
+    """`[tiles, places]` cycles, of a block's first query.
+
+    Raises:
+        SystemExit: So few tokens are cut into slices, or are no room for clocks.
+    """
+    if division("packed_bf16", torch.cuda.current_device(), tokens, HEADS, TILES).slices > 1:
+        raise SystemExit(f"{tokens} tokens are cut into slices; give more, 128 as an example.")
     torch.manual_seed(0)
     window, entries = filled(WINDOW), filled(ENTRIES)
     inputs = [turn(window, entries, HEADS, CHOSEN, tokens) for _ in range(8)]

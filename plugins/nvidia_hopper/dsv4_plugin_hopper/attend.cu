@@ -46,12 +46,12 @@ struct Work {
   const float* sinks;  // [heads], or none
   u16* out;            // [queries, heads, 512] bf16
   float* lse;          // [queries, heads], or none
-  int heads, head_blocks, items;  // head_blocks: of 64 heads, of a query; each is an item
+  int heads, item_heads, head_blocks, items;  // item_heads: up to 64; head_blocks: a query's items
   float scale;                    // with log2(e) in it
   int slice, slices, start, step;
   DEVICE int query(int item) const { return item / head_blocks; }
-  DEVICE int first_head(int item) const { return (item - query(item) * head_blocks) * HEADS; }
-  DEVICE int heads_of(int item) const { return min(HEADS, heads - first_head(item)); }
+  DEVICE int first_head(int item) const { return (item - query(item) * head_blocks) * item_heads; }
+  DEVICE int heads_of(int item) const { return min(item_heads, heads - first_head(item)); }
 };
 
 // Of a warp's walk over slots, what is not needed for each tile: registers are few.
@@ -67,7 +67,8 @@ struct __align__(1024) Shared {
   u8 weights[KEYS * HEADS * 2];
   u8 raw[4][RING][8 * ROW];
   u8 scales[4][2][16 * 8];
-  float reference[HEADS], total[HEADS], factor[HEADS];
+  float2 totals[HEADS];  // of an item: references, and sums of weights
+  float factor[HEADS];
   int rescale[4];
   Walk walk[4];
   u64 sources[4][16];  // where a warp's rows of a tile are; 0 for none
@@ -95,12 +96,7 @@ template <int FORMAT> struct Bringing {
   DEVICE Bringing(Shared& shared, const Work& work, int warp, int lane)
       : work(work), shared(shared), tile(-1), place(RING - 1), warp(warp), lane(lane) {
     look_up(work.start);
-    expect_slots(work.window), expect_slots(work.entries);
     enter(work.start), look_further();
-  }
-  DEVICE void expect_slots(const Pool& pool) const {  // the first 1,024, to L2, while lengths are on their way
-    const i64 row = work.query(work.start);
-    if (!pool.owners && lane * 32 < pool.columns) prefetch(pool.slots + row * pool.slot_stride + lane * 32);
   }
   DEVICE void look_up(int item) {
     if (item >= work.items || lane >= 4) return;
@@ -335,13 +331,6 @@ DEVICE void bring_queries(Shared& shared, const Work& work, int item, int warp, 
   meet(1, 128);
 }
 
-// A query's row is brought to L2.
-DEVICE void expect_queries(const Work& work, int item, int thread) {
-  const int heads = work.heads_of(item);
-  const u16* from = work.q + work.query(item) * work.q_stride + work.first_head(item) * WIDTH;
-  for (int line = thread; line < heads * WIDTH / 64; line += 128) prefetch(from + line * 64);
-}
-
 // Products of a tile.
 template <bool F16>
 DEVICE void multiply(Shared& shared, int tile, const Queries& own, float (&s)[32]) {
@@ -434,7 +423,7 @@ DEVICE void hand_over(Shared& shared, const Softmax& own, int number, int warp, 
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     const int head = warp * 16 + (lane >> 2) + 8 * x;
-    if ((lane & 3) == 0) shared.reference[head] = own.reference[x], shared.total[head] = total;
+    if ((lane & 3) == 0) shared.totals[head] = make_float2(own.reference[x], total);
   }
   arrive_once(shared.totals_full, lane);
 }
@@ -454,7 +443,6 @@ template <int FORMAT, bool F16> DEVICE void scores(Shared& shared, const Work& w
     const int kind = of_warp(shared.kind[tile & 3]), next = item + work.step;
     const float* scale = kind & WINDOW ? work.window.scale : work.entries.scale;
     const float of_pool = FORMAT == CODES && scale ? __ldg(scale) : 1.f;
-    if (kind & LAST && next < work.items) expect_queries(work, next, warp * 32 + lane);
     products_wait<0>();
     weigh<FORMAT, F16>(shared, own, tile, (u64)there.y << 32 | there.x, warp, lane, work.scale, of_pool, s);
     if (!(kind & LAST)) continue;
@@ -497,9 +485,12 @@ DEVICE float log_sum(float reference, float total) {
   return total == 0.f ? -infinity() : (reference + log2_of(total)) * LN_2;  // NaN stays NaN
 }
 // What a sum is multiplied by.
-DEVICE float inverse_of(const float* sink, float reference, float total) {
-  if (sink) total += exp2_of(*sink * LOG2_E - reference);
+DEVICE float inverse_of(float sink, float reference, float total) {
+  total += exp2_of(sink * LOG2_E - reference);
   return total == 0.f ? 0.f : 1.f / total;
+}
+DEVICE float sink_of(const Work& work, int item, int head) {
+  return work.sinks && head < work.heads_of(item) ? __ldg(work.sinks + work.first_head(item) + head) : -infinity();
 }
 // The j-th pair of a thread's channels of the i-th 32.
 template <int FORMAT> DEVICE int channel(int i, int j, int quarter) {
@@ -509,15 +500,15 @@ template <int FORMAT> DEVICE int channel(int i, int j, int quarter) {
 // All keys of an item were here.
 template <int FORMAT>
 DEVICE void write_whole(Shared& shared, const Work& work, int item, int part, int warp, int lane, const float (&o)[128]) {
-  const int first = work.first_head(item), heads = work.heads_of(item);
-  const i64 row = (i64)work.query(item) * work.heads + first;
+  const int heads = work.heads_of(item);
+  const i64 row = (i64)work.query(item) * work.heads + work.first_head(item);
   float inverse[2];
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     const int head = warp * 16 + (lane >> 2) + 8 * x;
-    const float reference = shared.reference[head], total = shared.total[head];
-    if (work.lse && part == 0 && (lane & 3) == 0 && head < heads) work.lse[row + head] = log_sum(reference, total);
-    inverse[x] = inverse_of(work.sinks && head < heads ? work.sinks + first + head : nullptr, reference, total);
+    const float2 of = shared.totals[head];
+    if (work.lse && part == 0 && (lane & 3) == 0 && head < heads) work.lse[row + head] = log_sum(of.x, of.y);
+    inverse[x] = inverse_of(sink_of(work, item, head), of.x, of.y);
   }
   arrive_once(shared.totals_empty, lane);
 #pragma unroll
@@ -543,7 +534,9 @@ DEVICE void write_whole(Shared& shared, const Work& work, int item, int part, in
 DEVICE float* sum_at(float* sums, int head, int channel) {
   return &sums[head * WIDTH + (channel ^ (head & 7) << 3 ^ (head & 1) << 2)];
 }
-template <int FORMAT> DEVICE void keep_sums(float* sums, int part, int warp, int lane, const float (&o)[128]) {
+template <int FORMAT>
+DEVICE void keep_sums(float* sums, int heads, int part, int warp, int lane, const float (&o)[128]) {
+  if (warp * 16 >= heads) return;
 #pragma unroll
   for (int x = 0; x < 2; ++x)
 #pragma unroll
@@ -555,47 +548,51 @@ template <int FORMAT> DEVICE void keep_sums(float* sums, int part, int warp, int
       }
 }
 
-// What each slice's sums are multiplied by, [slices, heads], from references and totals of all, which are loaded at once.
-DEVICE void share(Shared& shared, const Work& work, float2* of_slices, int thread) {
-  const int first = work.first_head(work.start), heads = work.heads_of(work.start), slices = work.slices;
+// What each slice's sums are multiplied by, [heads, SLICES]. Sixteen lanes have the slices of a head.
+DEVICE void share(Shared& shared, const Work& work, const float (&sinks)[HEADS / 16], float* of_slices, int thread) {
+  const int heads = work.heads_of(work.start), slice = thread & 15;
+  float2 own[HEADS / 16];
 #pragma unroll
-  for (int i = 0; i < SLICES / 4; ++i) {
-    const int other = 4 * i + (thread >> 6), head = thread & 63;
-    if (other >= slices) continue;
-    of_slices[other * HEADS + head] =
-        make_float2(remote_float(of_block(shared_address(&shared.reference[head]), other)),
-                    remote_float(of_block(shared_address(&shared.total[head]), other)));
+  for (int i = 0; i < HEADS / 16; ++i) {
+    const u32 at = shared_address(&shared.totals[16 * i + (thread >> 4)]);
+    own[i] = slice < work.slices && 16 * i < heads ? remote_float2(of_block(at, slice)) : make_float2(-infinity(), 0.f);
   }
-  meet(5, 256);
-  if (thread < HEADS) {
-    float highest = -infinity(), total = 0;
-    for (int x = 0; x < slices; ++x) highest = fmaxf(highest, of_slices[x * HEADS + thread].x);
-    for (int x = 0; x < slices; ++x) {
-      const float2 own = of_slices[x * HEADS + thread];
-      const float share = exp2_of(own.x - highest);
-      of_slices[x * HEADS + thread].x = share, total += own.y * share;
-    }
-    const i64 row = (i64)work.query(work.start) * work.heads + first;
-    if (work.lse && work.slice == 0 && thread < heads) work.lse[row + thread] = log_sum(highest, total);
-    const float inverse = inverse_of(work.sinks && thread < heads ? work.sinks + first + thread : nullptr, highest, total);
-    for (int x = 0; x < slices; ++x) of_slices[x * HEADS + thread].x *= inverse;
+#pragma unroll
+  for (int i = 0; i < HEADS / 16; ++i) {
+    if (16 * i >= heads) break;
+    const int head = 16 * i + (thread >> 4);
+    float highest = own[i].x;
+    for (int other = 1; other < 16; other *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, other));
+    const float share = exp2_of(own[i].x - highest);
+    float total = own[i].y * share;
+    for (int other = 1; other < 16; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+    of_slices[head * SLICES + slice] = share * inverse_of(sinks[i], highest, total);
+    if (work.lse && work.slice == 0 && slice == 0 && head < heads)
+      work.lse[(i64)work.query(work.start) * work.heads + work.first_head(work.start) + head] = log_sum(highest, total);
   }
   meet(5, 256);
 }
 
-// Four channels of all slices' sums: eight slices' loads are on their way at once.
-DEVICE float4 sum_of_slices(u32 at, const float2* of_slices, int slices, int head) {
+// Four channels of all slices' sums: eight slices' loads are on their way at once, this block's own first, so that not all
+// ask one block.
+DEVICE float4 sum_of_slices(u32 at, const float* of_slices, int slice, int slices) {
   float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int x = 0; x < SLICES; x += 8) {
     if (x >= slices) break;
     float4 v[8];
-#pragma unroll
-    for (int y = 0; y < 8; ++y) v[y] = x + y < slices ? remote_float4(of_block(at, x + y)) : make_float4(0, 0, 0, 0);
+    float shares[8];
 #pragma unroll
     for (int y = 0; y < 8; ++y) {
-      const float share = x + y < slices ? of_slices[(x + y) * HEADS + head].x : 0.f;
-      sum.x += share * v[y].x, sum.y += share * v[y].y, sum.z += share * v[y].z, sum.w += share * v[y].w;
+      const int other = slice + x + y < slices ? slice + x + y : slice + x + y - slices;
+      const bool there = x + y < slices;
+      v[y] = there ? remote_float4(of_block(at, other)) : make_float4(0, 0, 0, 0);
+      shares[y] = there ? of_slices[other] : 0.f;
+    }
+#pragma unroll
+    for (int y = 0; y < 8; ++y) {
+      sum.x += shares[y] * v[y].x, sum.y += shares[y] * v[y].y;
+      sum.z += shares[y] * v[y].z, sum.w += shares[y] * v[y].w;
     }
   }
   return sum;
@@ -606,17 +603,21 @@ template <int FORMAT>
 DEVICE void write_merged(Shared& shared, const Work& work, int part, int warp, int lane, const float (&o)[128]) {
   lane = anew(lane);  // no registers for addresses before
   float* sums = (float*)shared.operands;         // 128 KB
-  float2* of_slices = (float2*)shared.weights;   // 8 KB
+  float* of_slices = (float*)shared.weights;     // 4 KB
   const int thread = part * 128 + warp * 32 + lane, slice = work.slice, slices = work.slices;
+  const int heads = work.heads_of(work.start);
   meet(5, 256);  // operands have been read
-  keep_sums<FORMAT>(sums, part, warp, lane, o);
+  keep_sums<FORMAT>(sums, heads, part, warp, lane, o);
+  float sinks[HEADS / 16];
+#pragma unroll
+  for (int i = 0; i < HEADS / 16; ++i) sinks[i] = sink_of(work, work.start, 16 * i + (thread >> 4));
   cluster_meet();
-  share(shared, work, of_slices, thread);
+  share(shared, work, sinks, of_slices, thread);
   const i64 row = (i64)work.query(work.start) * work.heads + work.first_head(work.start);
-  const int fours = work.heads_of(work.start) * WIDTH / 4, end = (slice + 1) * fours / slices;
+  const int fours = heads * WIDTH / 4, end = (slice + 1) * fours / slices;
   for (int four = slice * fours / slices + thread; four < end; four += 256) {
     const int head = four >> 7, first = (four & 127) * 4;
-    const float4 sum = sum_of_slices(shared_address(sum_at(sums, head, first)), of_slices, slices, head);
+    const float4 sum = sum_of_slices(shared_address(sum_at(sums, head, first)), of_slices + head * SLICES, slice, slices);
     *(uint2*)(work.out + (row + head) * WIDTH + first) = make_uint2(pair<false>(sum.x, sum.y), pair<false>(sum.z, sum.w));
   }
   cluster_leave();  // a block's memory lasts until all have read it
@@ -636,6 +637,13 @@ template <int FORMAT, bool F16> DEVICE void sums(Shared& shared, const Work& wor
 
 // ---------------------------------------------------------------------------------------------------------- a launch
 
+// What a block loads first comes to L2: lengths, and as far as it is known where they are, 1,024 slots.
+DEVICE void expect_pool(const Pool& pool, int query, int lane) {
+  if (lane == 0 && pool.lengths) prefetch(pool.lengths + query);
+  if (lane == 0 && pool.owners) prefetch(pool.owners + query);
+  if (!pool.owners && lane * 32 < pool.columns) prefetch(pool.slots + query * pool.slot_stride + lane * 32);
+}
+
 // Grid: slices (a cluster), and blocks that have an item each and go on to others; with more than one slice, as many as items.
 template <int FORMAT, bool F16> DEVICE void attend(Work work) {
   Shared& shared = *(Shared*)shared_memory();
@@ -643,6 +651,12 @@ template <int FORMAT, bool F16> DEVICE void attend(Work work) {
   const int thread = threadIdx.x, lane = thread & 31, number = of_warp(thread >> 5);
   const int group = number >> 2, warp = number & 3;
   work.slices = gridDim.x, work.slice = blockIdx.x, work.start = blockIdx.y, work.step = gridDim.y;
+  if (number < 3) {
+    const int query = work.query(work.start), head = work.first_head(work.start) + lane;
+    if (number == 0 && work.sinks && head < work.heads) prefetch(work.sinks + head);
+    if (number == 1) expect_pool(work.window, query, lane);
+    if (number == 2) expect_pool(work.entries, query, lane);
+  }
   if (thread == 0) {
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared.rows_full[i], FORMAT == WIDE ? 132 : 4);  // all threads' copies, and warps
@@ -675,13 +689,14 @@ template <int FORMAT, bool F16> DEVICE void attend(Work work) {
            const int* lengths, int columns, const u8* more_rows, i64 more_page_stride, u32 more_page_size,             \
            u32 more_page_factor, u32 more_page_shift, const float* more_scale, const int* more_slots,                  \
            i64 more_slot_stride, const int* more_owners, const int* more_lengths, int more_columns,                    \
-           const float* sinks, u16* out, float* lse, int heads, int items, float scale) {                              \
+           const float* sinks, u16* out, float* lse, int heads, int item_heads, int items, float scale) {              \
     const Pool window{rows,  page_stride, page_size, page_factor, page_shift, row_scale,                               \
                       slots, slot_stride, owners,    lengths,     columns};                                            \
     const Pool entries{more_rows,  more_page_stride, more_page_size, more_page_factor, more_page_shift, more_scale,    \
                        more_slots, more_slot_stride, more_owners,    more_lengths,     more_columns};                  \
-    const int head_blocks = (heads + HEADS - 1) / HEADS;                                                               \
-    attend<FORMAT, F16>(Work{q, q_stride, window, entries, sinks, out, lse, heads, head_blocks, items, scale});        \
+    const int head_blocks = (heads + item_heads - 1) / item_heads;                                                     \
+    attend<FORMAT, F16>(                                                                                               \
+        Work{q, q_stride, window, entries, sinks, out, lse, heads, item_heads, head_blocks, items, scale});            \
   }
 ENTRY(packed_bf16, PACKED, false)
 ENTRY(packed_f16, PACKED, true)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ KEYS, HEADS, THREADS = 64, 64, 512
 LOG2_E = 1.4426950408889634
 MOST_SLICES = 16
 """Of an item's keys: blocks of a cluster."""
+TILE, MERGE, HEAD = 3700, 2500, 140
+"""Cycles of a tile, of a merge of slices, and of each head in it: 2 KB by 14 bytes (NOTES.md, version 11)."""
 KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
 """Of rows."""
 
@@ -76,21 +79,22 @@ def attend(
         return out, lse
     window, *further = pools
     tiles = sum(-(-pool.slots.shape[1] // KEYS) for pool in pools)
-    items = queries * -(-heads // HEADS)
+    rows = *_of_pool(window), *(_of_pool(further[0]) if further else _nothing(window))
+    name = kernel_name(window.cache.format.name, f16)
+    own = division(name, q.device.index, queries, heads, tiles)
     arguments = (
         (q.data_ptr(), POINTER),
         (q.stride(0), LONG),
-        *_of_pool(window),
-        *(_of_pool(further[0]) if further else _nothing(window)),
+        *rows,
         (_address(sinks), POINTER),
         (out.data_ptr(), POINTER),
         (_address(lse), POINTER),
         (heads, INT),
-        (items, INT),
+        (own.heads, INT),
+        (own.items, INT),
         (scale * LOG2_E, FLOAT),
     )
-    name = kernel_name(window.cache.format.name, f16)
-    compiled.launch(name, q.device.index, grid(name, q.device.index, items, tiles), THREADS, arguments)
+    compiled.launch(name, q.device.index, (own.slices, own.blocks, 1), THREADS, arguments)
     return out, lse
 
 
@@ -116,15 +120,43 @@ def kernel_name(format: str, f16: bool) -> str:
     return f"{KERNELS[format]}_{'f16' if f16 and format == 'fp8_ds_mla' else 'bf16'}"
 
 
-def grid(kernel: str, device: int, items: int, tiles: int) -> tuple[int, int, int]:
-    """Slices of each item's keys, as few as have the fewest tiles each, if all run at once; and blocks."""
-    at_once = {
-        size: compiled.clusters(kernel, device, size, THREADS)
-        for size in range(1, max(min(tiles, MOST_SLICES), 1) + 1)
-    }
-    able = [size for size, clusters in at_once.items() if items <= clusters]
-    slices = min(able, key=lambda size: (-(-tiles // size), size), default=1)
-    return slices, min(items, at_once[slices]), 1
+@dataclass(frozen=True)
+class Division:
+    """What a launch's blocks have.
+
+    Attributes:
+        heads: Of a query, an item's at most.
+        items: Of all queries.
+        slices: Of an item's keys, one for each block of a cluster.
+        blocks: Or clusters, which go on to further items.
+    """
+
+    heads: int
+    items: int
+    slices: int
+    blocks: int
+
+
+@lru_cache(maxsize=4096)
+def division(kernel: str, device: int, queries: int, heads: int, tiles: int) -> Division:
+    """The fastest of those whose clusters run at once, as far as cycles are known; else no slices.
+
+    Slices have fewer tiles, and are merged, which takes as long as an item has heads.
+    """
+    best, least = None, 0.0
+    for item_heads in (HEADS, *(fewer for fewer in (32, 16, 8) if fewer < heads)):
+        items = queries * -(-heads // item_heads)
+        for slices in range(1, max(min(tiles, MOST_SLICES), 1) + 1):
+            if items > compiled.clusters(kernel, device, slices, THREADS):
+                continue
+            merged = (MERGE + HEAD * min(item_heads, heads) * (1 - 1 / slices)) if slices > 1 else 0.0
+            cycles = TILE * -(-tiles // slices) + merged
+            if best is None or cycles < least:
+                best, least = Division(item_heads, items, slices, items), cycles
+    if best is not None:
+        return best
+    items = queries * -(-heads // HEADS)
+    return Division(HEADS, items, 1, compiled.clusters(kernel, device, 1, THREADS))
 
 
 def _of_pool(pool: Pool) -> tuple[tuple[Any, Any], ...]:

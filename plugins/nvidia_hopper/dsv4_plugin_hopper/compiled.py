@@ -21,6 +21,8 @@ SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("attend.cu", "ptx.
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 SHARED_BYTES = 227 << 10
 """What sm_90 lets a block have."""
+DIGEST = 32
+"""Bytes of a kept file before what was compiled, which they are the SHA-256 of."""
 LOADING = "update the driver, or install the torch and cuda-bindings of its CUDA"
 """What to do where the driver does not take the kernels."""
 
@@ -52,25 +54,27 @@ def load(names: Iterable[str], device: torch.device, cluster_sizes: Iterable[int
 
 @cache
 def module(device: int) -> Any:
-    """The kernels, loaded into a device's context. A kept file that the driver refuses is made anew."""
+    """The kernels, loaded into a device's context."""
     with _context(device):
-        status, found = driver.cuModuleLoadData(cubin())
-        if int(status) == 0:
-            return found
-        return _checked(driver.cuModuleLoadData(cubin(anew=True)), LOADING)
+        return _checked(driver.cuModuleLoadData(cubin()), LOADING)
 
 
-def cubin(anew: bool = False) -> bytes:
-    """The compiled source: from disk where this NVRTC has compiled it, unless it is to be made anew."""
+def cubin() -> bytes:
+    """The compiled source: from disk where this NVRTC has compiled it."""
     source, header, version = SOURCE.read_bytes(), HEADER.read_bytes(), _checked(nvrtc.nvrtcVersion())
     name = hashlib.sha256(source + header + repr((OPTIONS, version)).encode()).hexdigest()[:32]
     with suppress(OSError, RuntimeError):  # no home, or none that can be read
-        if not anew:
-            return _kept(name).read_bytes()
+        found = _kept(name).read_bytes()
+        if found[:DIGEST] == _digest(found[DIGEST:]):  # a damaged one can be the driver's end
+            return found[DIGEST:]
     made = _compile(source, header)
     with suppress(OSError, RuntimeError):  # where nothing can be kept it is compiled in each process
-        _keep(_kept(name), made)
+        _keep(_kept(name), _digest(made) + made)
     return made
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _kept(name: str) -> Path:

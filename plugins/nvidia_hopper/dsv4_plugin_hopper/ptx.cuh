@@ -59,10 +59,10 @@ DEVICE u32 of_block(u32 address, int block) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
   return remote;
 }
-DEVICE float remote_float(u32 address) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+DEVICE float2 remote_float2(u32 address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
 }
 DEVICE float4 remote_float4(u32 address) {
   float4 v;

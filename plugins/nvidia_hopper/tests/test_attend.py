@@ -33,28 +33,39 @@ def test_unknown_operands() -> None:
 
 @with_bindings
 @pytest.mark.parametrize(
-    ("items", "tiles", "slices", "blocks"),
+    ("queries", "heads", "tiles", "item_heads", "slices", "blocks"),
     [
-        (1, 10, 10, 1),
-        (8, 10, 10, 8),
-        (16, 10, 5, 16),
-        (32, 10, 4, 32),
-        (64, 10, 2, 64),
-        (128, 10, 1, 128),
-        (4000, 10, 1, 132),
-        (2, 18, 9, 2),
-        (16, 18, 6, 16),
-        (1, 100, 15, 1),
-        (1, 1, 1, 1),
-        (1, 0, 1, 1),
+        (1, 64, 10, 8, 10, 8),
+        (8, 64, 10, 32, 5, 16),
+        (16, 64, 10, 32, 4, 32),
+        (32, 64, 10, 64, 4, 32),
+        (64, 64, 10, 64, 2, 64),
+        (64, 16, 10, 64, 2, 64),
+        (128, 64, 10, 64, 1, 128),
+        (4000, 64, 10, 64, 1, 132),
+        (1, 128, 18, 16, 9, 8),
+        (8, 128, 18, 64, 6, 16),
+        (100, 128, 18, 64, 1, 132),
+        (1, 64, 100, 8, 15, 8),
+        (1, 64, 1, 64, 1, 1),
+        (1, 8, 0, 64, 1, 1),
     ],
 )
-def test_grid(items: int, tiles: int, slices: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest slices with the fewest tiles each, if all clusters run at once."""
+def test_division(
+    queries: int,
+    heads: int,
+    tiles: int,
+    item_heads: int,
+    slices: int,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer heads an item where few are to be merged; clusters that run at once, or one block a processor."""
     from dsv4_plugin_hopper import attend, compiled
 
     monkeypatch.setattr(compiled, "clusters", lambda name, device, size, threads: CLUSTERS[size])
-    assert attend.grid("packed_bf16", 0, items, tiles) == (slices, blocks, 1)
+    own = attend.division.__wrapped__("packed_bf16", 0, queries, heads, tiles)
+    assert own == attend.Division(item_heads, queries * -(-heads // item_heads), slices, blocks)
 
 
 @with_bindings
@@ -146,24 +157,25 @@ def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str,
 @with_bindings
 @pytest.mark.parametrize("format", list(SCALES))
 @pytest.mark.parametrize(
-    ("columns", "heads", "queries", "slices"),
+    ("columns", "heads", "queries", "item_heads", "slices"),
     [
-        ((128, 512), 64, 2, 5),
-        ((128, 300), 17, 3, 3),
-        ((128, 128), 100, 2, 2),
-        ((70, 1), 8, 3, 1),
-        ((200, 900), 64, 1, 8),
-        ((128, 1024), 20, 1, 13),
-        ((40,), 64, 7, 1),
-        ((128, 300), 128, 4, 1),
-        ((0, 130), 8, 3, 2),
-        ((128, 640), 64, 2, 1),
+        ((128, 512), 64, 2, 64, 5),
+        ((128, 300), 17, 3, 16, 3),
+        ((128, 128), 100, 2, 64, 2),
+        ((70, 1), 8, 3, 64, 1),
+        ((200, 900), 64, 1, 32, 8),
+        ((128, 1024), 20, 1, 8, 13),
+        ((40,), 64, 7, 32, 1),
+        ((128, 300), 128, 4, 64, 1),
+        ((0, 130), 8, 3, 64, 2),
+        ((128, 640), 64, 2, 64, 1),
     ],
 )
 def test_attend_on_a_cpu(
     columns: tuple[int, ...],
     heads: int,
     queries: int,
+    item_heads: int,
     slices: int,
     format: str,
     library: Any,
@@ -174,8 +186,9 @@ def test_attend_on_a_cpu(
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
-    blocks = queries * -(-heads // 64) if slices > 1 else 2
-    monkeypatch.setattr(attend, "grid", lambda *arguments: (slices, blocks, 1))
+    items = queries * -(-heads // item_heads)
+    own = attend.Division(item_heads, items, slices, items if slices > 1 else 2)
+    monkeypatch.setattr(attend, "division", lambda *arguments: own)
     check(columns, heads, queries, format, False, torch.device("cpu"))
 
 
@@ -187,7 +200,7 @@ def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
-    monkeypatch.setattr(attend, "grid", lambda *arguments: (1, 1, 1))
+    monkeypatch.setattr(attend, "division", lambda *arguments: attend.Division(64, 2, 1, 1))
     random, device = torch.Generator().manual_seed(1), torch.device("cpu")
     q = torch.randn(2, 5, 512, generator=random).bfloat16()
     cache, used = pool(format, 0.0, 64, random, device)
@@ -209,16 +222,16 @@ def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch
 
 
 @with_bindings
-@pytest.mark.parametrize("blocks", [(1, 2), (3, 4)])
+@pytest.mark.parametrize(("slices", "blocks"), [(1, 2), (3, 4)])
 def test_rows_of_slots_that_queries_share(
-    blocks: tuple[int, int], library: Any, monkeypatch: pytest.MonkeyPatch
+    slices: int, blocks: int, library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Owners: as slots of their own."""
     from dsv4_plugin_hopper import attend, compiled
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
-    monkeypatch.setattr(attend, "grid", lambda *arguments: (*blocks, 1))
+    monkeypatch.setattr(attend, "division", lambda *arguments: attend.Division(64, 4, slices, blocks))
     random, device = torch.Generator().manual_seed(2), torch.device("cpu")
     q = torch.randn(4, 20, 512, generator=random).bfloat16()
     owners, lengths = torch.tensor([1, 0, 1, 1]).int(), torch.tensor([200, 5, 130, 0]).int()
@@ -303,17 +316,20 @@ def test_a_thread_that_has_called_nothing() -> None:
     assert torch.equal(out, due)
 
 
-@on_a_gpu
-def test_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver refuses is compiled once more, and kept."""
+@with_bindings
+@pytest.mark.parametrize("part", [0, 0.5, 0.999])
+def test_a_damaged_file(part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled once more, and kept; the driver has crashed over half of one."""
     from dsv4_plugin_hopper import compiled
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    whole = compiled.cubin()
+    monkeypatch.setattr(compiled, "_compile", lambda source, header: b"compiled" * 999)
+    monkeypatch.setattr(compiled.nvrtc, "nvrtcVersion", lambda: (0, 13, 0))
+    assert compiled.cubin() == b"compiled" * 999
     (kept,) = (tmp_path / "dsv4core" / "hopper").iterdir()
-    kept.write_bytes(whole[: len(whole) // 2])
-    compiled.module.cache_clear()
-    assert compiled.module(torch.cuda.current_device())
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: int(len(whole) * part)])
+    assert compiled.cubin() == b"compiled" * 999
     assert kept.read_bytes() == whole
 
 
@@ -355,9 +371,8 @@ def test_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     except RuntimeError as error:  # cuda-bindings without the library
         pytest.skip(f"NVRTC cannot be loaded: {error}")
     assert first[:4] == b"\x7fELF"
-    (kept,) = (tmp_path / "dsv4core" / "hopper").iterdir()
-    kept.write_bytes(b"kept")
-    assert compiled.cubin() == b"kept"
+    monkeypatch.setattr(compiled, "_compile", None)
+    assert compiled.cubin() == first
 
 
 @with_bindings

@@ -342,7 +342,7 @@ DEVICE void cluster_meet() {
 DEVICE void cluster_leave() { cluster_meet(); }
 
 DEVICE u32 of_block(u32 address, int block) { return address | (u32)(block + 1) << 24; }
-DEVICE float remote_float(u32 address) { return machine::read<float>(address); }
+DEVICE float2 remote_float2(u32 address) { return machine::read<float2>(address); }
 DEVICE float4 remote_float4(u32 address) { return machine::read<float4>(address); }
 DEVICE void copy16(u32 to, const u8* from, bool some) { machine::copy(to, from, 16, some); }
 DEVICE void copy8(u32 to, const u8* from, bool some) { machine::copy(to, from, 8, some); }
