@@ -32,9 +32,10 @@ SETS = (
     ),
     *(
         (
-            *(f"backend={backend}", "model=v4_flash", "bench.kind=[swa,c4a,c128a]", "bench.op=[layer.step]"),
+            *(f"backend={backend}", f"model={model}", "bench.kind=[swa,c4a,c128a]", "bench.op=[layer.step]"),
             *(DECODE, "bench.tokens=[1,64,256]"),
         )
+        for model in ("v4_flash", "v4_pro")
         for backend in ("hopper", "flashmla", "triton")
     ),
     # `auto` with fewer heads, and on plain rows.

@@ -19,8 +19,8 @@ KEYS, HEADS, THREADS = 64, 64, 512
 LOG2_E = 1.4426950408889634
 MOST_SLICES = 16
 """Of an item's keys: blocks of a cluster."""
-TILE, MERGE, HEAD = 3700, 2500, 140
-"""Cycles of a tile, of a merge of slices, and of each head in it: 2 KB by 14 bytes (NOTES.md, version 11)."""
+TILE, MERGE, HEAD = 3700, 2500, 115
+"""Cycles of a tile, of a merge of slices, and of each head in it, 2 KB (NOTES.md, version 12)."""
 KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
 """Of rows."""
 
