@@ -23,6 +23,7 @@ def main() -> None:
             for row in load(ROWS)
             if (row.op, row.model, row.phase, row.kind) == ("forward_mqa", model, "decode", "c4a")
             and row.shape["heads"] == heads
+            and row.kv_format == "fp8_ds_mla"
             and row.options.get("operands") != "f16"
         ]
         with TemporaryDirectory() as folder:

@@ -170,7 +170,7 @@ def by_tokens(
 
 
 def hopper() -> str:
-    """Decodes' attention beside FlashMLA, and layers beside other backends', of one run."""
+    """Decodes' attention beside FlashMLA, and layers beside other backends', by rows and heads."""
     rows = [
         row
         for row in measured("hopper")
@@ -178,11 +178,12 @@ def hopper() -> str:
     ]
     return by_tokens(
         rows,
-        ("operation", "kind", "context", "heads", "backend"),
+        ("operation", "kind", "context", "caches", "heads", "backend"),
         lambda row: (
             row["op"],
             row["kind"],
             f"{row['shape']['context']:,}",
+            row["kv_format"],
             row["shape"]["heads"],
             row["backend"],
         ),

@@ -14,12 +14,15 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
         # The reference is a hundred times too slow for a GPU: to fall back to it would be a silent failure.
         "cuda": ("triton",),
         # By geometric means of C4A and C128A decode layers of 1 and 64 tokens on an H200 (docs/benchmarks.md)
-        # flashmla takes 0.87 of triton's time with 128 heads, 0.99 with 64 (0.75 at 256 tokens), and with 32,
-        # 16 and 8 heads, which it pads as it does fewer, 1.03, 1.06 and 1.07. On plain rows flashinfer takes
-        # 1.21 (FP8), and 0.97 (bf16), behind minutes of compilation.
-        # hopper, which was ahead (0.93 of flashmla's time with 64 heads), has not run on a GPU as it is now.
-        "sm_90": ("flashmla", "triton", "flashinfer"),
-        **{f"sm_90_heads_{heads}": ("triton", "flashmla", "flashinfer") for heads in (1, 2, 4, 8, 16, 32)},
+        # hopper takes 0.90 of flashmla's time with 64 heads and 0.99 with 128, of triton's 0.91 with 32, 16
+        # and 8, on plain rows 0.94 (bf16) and 0.93 (FP8). flashmla takes 0.87 of triton's with 128 heads,
+        # 0.99 with 64 (0.75 at 256 tokens), and with 32, 16 and 8, which it pads as it does fewer, 1.03, 1.06
+        # and 1.07. On plain rows flashinfer takes 1.21 (FP8), and 0.97 (bf16), behind minutes of compilation.
+        "sm_90": ("hopper", "flashmla", "triton", "flashinfer"),
+        **{
+            f"sm_90_heads_{heads}": ("hopper", "triton", "flashmla", "flashinfer")
+            for heads in (1, 2, 4, 8, 16, 32)
+        },
         # Not measured yet: no GPU of these has run any of them.
         "sm_100": ("flashinfer", "flashmla", "triton"),
         "sm_103": ("flashinfer", "triton"),

@@ -119,8 +119,11 @@ def test_a03_an_unsupported_machine_is_refused_before_anything_is_built(
 ORDERS = {
     "cpu": ("reference",),
     "cuda": ("triton",),
-    "sm_90": ("flashmla", "triton", "flashinfer"),
-    **{f"sm_90_heads_{heads}": ("triton", "flashmla", "flashinfer") for heads in (1, 2, 4, 8, 16, 32)},
+    "sm_90": ("hopper", "flashmla", "triton", "flashinfer"),
+    **{
+        f"sm_90_heads_{heads}": ("hopper", "triton", "flashmla", "flashinfer")
+        for heads in (1, 2, 4, 8, 16, 32)
+    },
     "sm_100": ("flashinfer", "flashmla", "triton"),
     "sm_103": ("flashinfer", "triton"),
     "rocm": (),
