@@ -2,8 +2,8 @@
 
     python benchmarks/compare_hopper.py [SOURCE.cu ...]
 
-needs the plugin, whose own source is the first column. A `!` is beside the times of one whose results differ
-from the first's by more than 0.4 percent.
+needs the plugin, whose own source is the first column; others take the same arguments. A `!` is beside the
+times of one whose results differ from the first's by more than 0.4 percent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from dsv4_plugin_hopper import compiled
-from dsv4_plugin_hopper.attend import Pool, attend
+from dsv4_plugin_hopper.attend import Pool, attend, division
 
 from dsv4core.bench.timing import microseconds
 from dsv4core.kvcache import KVCache, allocate_cache, cache_layout
@@ -75,6 +75,7 @@ def times(sources: list[Path], inputs: list[tuple[torch.Tensor, list[Pool]]]) ->
         compiled.module.cache_clear()
         compiled.function.cache_clear()
         compiled.clusters.cache_clear()
+        division.cache_clear()
         out, _ = attend(*inputs[0], MODEL.softmax_scale, sinks)
         due = out if due is None else due
         calls = [lambda own=own: attend(*own, MODEL.softmax_scale, sinks) for own in inputs]

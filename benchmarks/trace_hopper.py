@@ -69,7 +69,7 @@ def clocks(tokens: int) -> torch.Tensor:
     """`[tiles, places]` cycles, of a block's first query.
 
     Raises:
-        SystemExit: So few tokens are cut into slices, or are no room for clocks.
+        SystemExit: So few tokens are cut into slices.
     """
     if division("packed_bf16", torch.cuda.current_device(), tokens, HEADS, TILES).slices > 1:
         raise SystemExit(f"{tokens} tokens are cut into slices; give more, 128 as an example.")

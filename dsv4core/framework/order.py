@@ -15,9 +15,10 @@ DEFAULT_ORDER: Mapping[str, Sequence[str]] = MappingProxyType(
         "cuda": ("triton",),
         # By geometric means of C4A and C128A decode layers of 1 and 64 tokens on an H200 (docs/benchmarks.md)
         # hopper takes 0.90 of flashmla's time with 64 heads and 0.99 with 128, of triton's 0.91 with 32, 16
-        # and 8, on plain rows 0.94 (bf16) and 0.93 (FP8). flashmla takes 0.87 of triton's with 128 heads,
-        # 0.99 with 64 (0.75 at 256 tokens), and with 32, 16 and 8, which it pads as it does fewer, 1.03, 1.06
-        # and 1.07. On plain rows flashinfer takes 1.21 (FP8), and 0.97 (bf16), behind minutes of compilation.
+        # and 8 (fewer are computed alike), on plain rows 0.94 (bf16) and 0.93 (FP8). flashmla takes 0.87 of
+        # triton's with 128 heads, 0.99 with 64 (0.75 at 256 tokens), and with 32, 16 and 8, which it pads as
+        # it does fewer, 1.03, 1.06 and 1.07. On plain rows flashinfer takes 1.21 (FP8), and 0.97 (bf16),
+        # behind minutes of compilation.
         "sm_90": ("hopper", "flashmla", "triton", "flashinfer"),
         **{
             f"sm_90_heads_{heads}": ("hopper", "triton", "flashmla", "flashinfer")

@@ -20,7 +20,7 @@ LOG2_E = 1.4426950408889634
 MOST_SLICES = 16
 """Of an item's keys: blocks of a cluster."""
 TILE, MERGE, HEAD = 3700, 2500, 115
-"""Cycles of a tile, of a merge of slices, and of each head in it, 2 KB (NOTES.md, version 12)."""
+"""Cycles of a tile of packed rows, a merge of slices, and each head in it (NOTES.md, version 12)."""
 KERNELS = {"fp8_ds_mla": "packed", "fp8_e4m3": "codes", "bf16": "wide"}
 """Of rows."""
 
@@ -149,6 +149,7 @@ def division(kernel: str, device: int, queries: int, heads: int, tiles: int) -> 
         for slices in range(1, max(min(tiles, MOST_SLICES), 1) + 1):
             if items > compiled.clusters(kernel, device, slices, THREADS):
                 continue
+            # A block's own slice is not sent.
             merged = (MERGE + HEAD * min(item_heads, heads) * (1 - 1 / slices)) if slices > 1 else 0.0
             cycles = TILE * -(-tiles // slices) + merged
             if best is None or cycles < least:

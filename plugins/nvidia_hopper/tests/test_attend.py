@@ -165,6 +165,7 @@ def test_attend(columns: tuple[int, ...], heads: int, queries: int, format: str,
         ((70, 1), 8, 3, 64, 1),
         ((200, 900), 64, 1, 32, 8),
         ((128, 1024), 20, 1, 8, 13),
+        ((200, 900), 12, 1, 8, 16),
         ((40,), 64, 7, 32, 1),
         ((128, 300), 128, 4, 64, 1),
         ((0, 130), 8, 3, 64, 2),
@@ -194,13 +195,16 @@ def test_attend_on_a_cpu(
 
 @with_bindings
 @pytest.mark.parametrize("format", list(SCALES))
-def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query's head of NaN, a sink of NaN, a pool's scale of 0, one block for all."""
+@pytest.mark.parametrize("divided", [(64, 2, 1, 1), (64, 2, 3, 2), (2, 6, 4, 6)])
+def test_what_is_broken_stays_where_it_is(
+    divided: tuple[int, int, int, int], format: str, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query's head of NaN, sinks of NaN and infinity, a pool's scale of 0; in one block, or merged."""
     from dsv4_plugin_hopper import attend, compiled
     from hopper_on_a_cpu import launcher
 
     monkeypatch.setattr(compiled, "launch", launcher(library))
-    monkeypatch.setattr(attend, "division", lambda *arguments: attend.Division(64, 2, 1, 1))
+    monkeypatch.setattr(attend, "division", lambda *arguments: attend.Division(*divided))
     random, device = torch.Generator().manual_seed(1), torch.device("cpu")
     q = torch.randn(2, 5, 512, generator=random).bfloat16()
     cache, used = pool(format, 0.0, 64, random, device)
@@ -211,14 +215,15 @@ def test_what_is_broken_stays_where_it_is(format: str, library: Any, monkeypatch
         assert float(due.float().norm()) > 1
     q[0, 0, 7] = float("nan")
     sinks = torch.full((5,), -math.inf)
-    sinks[3] = float("nan")
+    sinks[3], sinks[4] = float("nan"), math.inf
     out, lse = attend.attend(q, [own], SCALE, sinks, want_lse=True)
     assert lse is not None
     assert lse.isnan().nonzero().tolist() == [[0, 0]]
     assert bool(out[0, 0].isnan().all())
     assert bool(out[:, 3].isnan().all())
-    assert torch.equal(out[0, [1, 2, 4]], due[0, [1, 2, 4]])
-    assert torch.equal(out[1, [0, 1, 2, 4]], due[1, [0, 1, 2, 4]])
+    assert torch.equal(out[0, [1, 2]], due[0, [1, 2]])
+    assert torch.equal(out[1, [0, 1, 2]], due[1, [0, 1, 2]])
+    assert not out[:, 4].any()
 
 
 @with_bindings
@@ -317,20 +322,23 @@ def test_a_thread_that_has_called_nothing() -> None:
 
 
 @with_bindings
-@pytest.mark.parametrize("part", [0, 0.5, 0.999])
-def test_a_damaged_file(part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled once more, and kept; the driver has crashed over half of one."""
+@pytest.mark.parametrize("damage", [b"", slice(4000), slice(-1), b"!"])
+def test_a_damaged_file(damage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled once more, and kept; the driver has crashed over half of one. A whole one is loaded."""
     from dsv4_plugin_hopper import compiled
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "_compile", lambda source, header: b"compiled" * 999)
+    made: list[bytes] = []
+    monkeypatch.setattr(compiled, "_compile", lambda *own: made.append(b"compiled" * 999) or made[-1])
     monkeypatch.setattr(compiled.nvrtc, "nvrtcVersion", lambda: (0, 13, 0))
-    assert compiled.cubin() == b"compiled" * 999
+    assert compiled.cubin() == compiled.cubin() == b"compiled" * 999
+    assert len(made) == 1
     (kept,) = (tmp_path / "dsv4core" / "hopper").iterdir()
     whole = kept.read_bytes()
-    kept.write_bytes(whole[: int(len(whole) * part)])
+    kept.write_bytes(whole[damage] if isinstance(damage, slice) else whole[: -len(damage) or 0] + damage)
     assert compiled.cubin() == b"compiled" * 999
     assert kept.read_bytes() == whole
+    assert len(made) == 2
 
 
 @on_a_gpu
