@@ -1,7 +1,8 @@
 // Sparse attention of DeepSeek-V4 for sm_90a. What it computes: dsv4core.ops.sparse_mla.
 //
 // A block has up to 64 heads of a query, an item, and goes on to further ones; where items are few, a cluster of blocks shares
-// one: a slice of its keys each, merged through distributed shared memory. Keys come in tiles of 64. 512 threads, four groups:
+// one: a slice of its keys each, merged through distributed shared memory, and an item has fewer heads, as that takes its time by
+// heads. Keys come in tiles of 64. 512 threads, four groups:
 //
 //   rows     brings rows to shared memory, each warp its own, and turns them into a tile of operands: 64 keys x 512 channels,
 //            which are K and V
@@ -637,7 +638,8 @@ template <int FORMAT, bool F16> DEVICE void sums(Shared& shared, const Work& wor
 
 // ---------------------------------------------------------------------------------------------------------- a launch
 
-// What a block loads first comes to L2: lengths, and as far as it is known where they are, 1,024 slots.
+// What a block loads first comes to L2: lengths, and where it is known where they are, a query's first 1,024 slots, whichever
+// slice is this block's: that follows from lengths.
 DEVICE void expect_pool(const Pool& pool, int query, int lane) {
   if (lane == 0 && pool.lengths) prefetch(pool.lengths + query);
   if (lane == 0 && pool.owners) prefetch(pool.owners + query);
