@@ -1,8 +1,8 @@
 // Sparse attention of DeepSeek-V4 for sm_90a. What it computes: dsv4core.ops.sparse_mla.
 //
 // A block has up to 64 heads of a query, an item, and goes on to further ones; where items are few, a cluster of blocks shares
-// one: a slice of its keys each, merged through distributed shared memory, and an item has fewer heads, as that takes its time by
-// heads. Keys come in tiles of 64. 512 threads, four groups:
+// one: a slice of its keys each, merged through distributed shared memory, and an item has fewer heads, by which that takes
+// its time. Keys come in tiles of 64. 512 threads, four groups:
 //
 //   rows     brings rows to shared memory, each warp its own, and turns them into a tile of operands: 64 keys x 512 channels,
 //            which are K and V

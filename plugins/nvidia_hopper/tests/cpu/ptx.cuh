@@ -2,8 +2,8 @@
 // read at once or late, as chance has it, and products read nothing that no fence has shown them; who waits for what never
 // comes is named; a block's memory is overwritten when its last thread has ended. What it does not see: threads that go on
 // until they wait for something, and so do nothing between; the four warps of products wait for each other; A fragments
-// are read when products begin; a fence shows what any thread of the block has told others; plain stores need no fence; prefetches;
-// f16.
+// are read when products begin; a fence shows what any thread of the block has told others; plain stores need no fence;
+// prefetches; f16.
 #pragma once
 
 #include <ucontext.h>
